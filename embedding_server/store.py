@@ -1,0 +1,233 @@
+"""EmbeddingStore: the seam between training and storage. Trainers see nothing else of the embedding servers.
+
+Implementations: InprocStore (embedding_server/inproc.py: shards in this process, no server) and RemoteStore
+(services/shard_client.py: shards over gRPC). One contract suite, tests/contract/, runs over all of them.
+
+Shapes: n row_ids of one table in one call, D the table's dim, S shards, W wire bytes of a value (4 or 2).
+
+Routing. A caller hands over row_ids that are unique within a table and grouped by shard: `shard_offsets[s]` to
+`shard_offsets[s+1]` belong to shard s. trainer/ and tests get that from `embedding_server.kernels.routing.dedup_route`; replies keep the
+order, so nobody permutes rows.
+
+Steps count from 1. What is not an error: an unknown row_id (it is a new row), an empty table entry, a table left out.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from embedding_server.spec import TableSpec
+
+NUM_BUCKETS = 1024
+
+WireDtype = Literal["float32", "float16", "bfloat16"]
+#: numpy dtype that holds one wire value; bfloat16 has no numpy type and travels as its 16 bits
+WIRE_NUMPY: dict[str, np.dtype] = {
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),
+}
+
+#: bits of Rows.flags
+TRAINABLE = 1  # a gradient for this row will be applied
+DEFAULT = 2  # the values are the table's default row: sum its gradient into TableGradients.default_gradient
+FOUND = 4  # the row_id has a row of its own
+
+UpdateMode = Literal["sync", "pipelined"]
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedIds:
+    """Unique row_ids of one table, grouped by shard."""
+
+    row_ids: np.ndarray  # int64[n]
+    shard_offsets: np.ndarray  # int64[S+1], from 0 to n
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of one table in the order of the request."""
+
+    values: np.ndarray  # [n, D] of WIRE_NUMPY[wire_dtype]
+    flags: np.ndarray  # uint8[n] of TRAINABLE | DEFAULT | FOUND
+
+
+@dataclass(frozen=True, slots=True)
+class TableGradients:
+    """Gradients of one table, summed over the worker's batch; only rows whose Pull said TRAINABLE."""
+
+    ids: RoutedIds
+    values: np.ndarray  # [n, D] of WIRE_NUMPY[wire_dtype] ("float16" pushes travel as bfloat16: it does not underflow)
+    learning_rate: float
+    default_gradient: np.ndarray | None = None  # float32[D]; sum over the batch's ids whose Pull said DEFAULT
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who is calling: a worker of one epoch of one job."""
+
+    job: str
+    epoch: int
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class EpochInfo:
+    epoch: int
+    last_step: int  # last step that every worker's push was applied of, on every shard; 0 before the first
+
+
+@dataclass(frozen=True, slots=True)
+class PushAck:
+    step: int
+    rows_applied: int
+    rows_ignored: int  # rows that were not trainable; 0 in sync mode
+    duplicate: bool  # this step was applied before; nothing was done now
+
+
+@dataclass(frozen=True, slots=True)
+class Frostline:
+    """Rows in heat bins above `bin` are hot; inside it those whose tie hash is below tie_fraction. bin=-1: all hot."""
+
+    bin: int
+    tie_fraction: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class HeatHistogram:
+    """Rows by log-heat bin (see heat.py), over hot and frozen rows past probation."""
+
+    counts: np.ndarray  # int64[heat.NUM_BINS]
+    rows_total: int  # rows of the table that have an index entry, probation included
+    rows_probation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """What a re-selection did to one table."""
+
+    frozen: int = 0
+    thawed: int = 0
+    unfreezable: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TableStats:
+    """State of one table, summed over shards. Bytes are committed memory or file bytes, dead rows included."""
+
+    rows_hot: int = 0
+    rows_frozen: int = 0
+    rows_probation: int = 0  # a subset of rows_hot
+    rows_unfreezable: int = 0
+    rows_default_reads: int = 0  # row reads answered with the default row since start
+    rows_ignored: int = 0
+    bytes_hot: int = 0  # weights of committed hot slots
+    bytes_state: int = 0  # optimizer state, last_step and visits of committed hot slots
+    bytes_frozen: int = 0  # segment bytes: rows, ids, accumulators, visits; dead rows included
+    bytes_index: int = 0  # index entries without their heat
+    bytes_heat: int = 0  # 2 bytes per index slot, and the admission sketch
+    moves_frozen: int = 0
+    moves_thawed: int = 0
+
+    @property
+    def bytes_total(self) -> int:
+        return self.bytes_hot + self.bytes_state + self.bytes_frozen + self.bytes_index + self.bytes_heat
+
+    def __add__(self, other: TableStats) -> TableStats:
+        names = self.__dataclass_fields__
+        return TableStats(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    tables: dict[str, TableStats]
+    events: list[str] = field(default_factory=list)  # newest last, at most 100
+
+    def total(self) -> TableStats:
+        return sum(self.tables.values(), TableStats())
+
+
+@dataclass(frozen=True, slots=True)
+class WireStats:
+    """Bytes of row_ids, values and flags that crossed (or would cross) the wire, and rows of gradients sent."""
+
+    bytes_pulled: int = 0
+    bytes_pushed: int = 0
+    rows_pulled: int = 0
+    rows_pushed: int = 0
+
+
+class EmbeddingStore(ABC):
+    """A set of tables over one or more shards.
+
+    Thread safety: every method may be called from any thread; calls of one worker must be in step order.
+    Errors: embedding_server.errors; a call that raises has changed nothing.
+    """
+
+    wire_dtype: WireDtype
+    num_shards: int
+    shard_of_bucket: np.ndarray  # int32[NUM_BUCKETS]
+
+    @abstractmethod
+    def create_tables(self, specs: Sequence[TableSpec]) -> None:
+        """Creates tables on every shard. Repeating an equal spec is fine; a different one is TableConflict."""
+
+    @abstractmethod
+    def table_specs(self) -> dict[str, TableSpec]: ...
+
+    @abstractmethod
+    def begin_epoch(self, job: str, num_workers: int, mode: UpdateMode, epoch: int | None = None) -> EpochInfo:
+        """Starts the worker group anew and fences every earlier epoch on every shard before it returns.
+
+        epoch None: the largest epoch that any shard acknowledged, plus one. Called once, by rank 0; the other workers
+        learn the epoch from it. Pushes staged but not applied are dropped.
+        """
+
+    @abstractmethod
+    def pull(self, who: Identity, step: int, ids: Mapping[str, RoutedIds]) -> dict[str, Rows]:
+        """Training read of `step`: visits, admits, thaws. A repeat of the same step reads again and has no effect.
+
+        Every worker pulls every step once from every shard, with no ids if need be. sync: waits until step-1 is applied.
+        pipelined: waits until every worker has pulled step-1.
+        """
+
+    @abstractmethod
+    def push(self, who: Identity, step: int, gradients: Mapping[str, TableGradients]) -> PushAck:
+        """Applies gradients of `step`, exactly once however often it is sent. Divided by num_workers.
+
+        sync: returns when all workers' pushes of the step were summed and applied. A table's learning_rate must be the
+        same on every worker.
+        """
+
+    @abstractmethod
+    def heat_histograms(self, who: Identity, step: int) -> dict[str, HeatHistogram]:
+        """Advance, first half: the heat of every table of policy `topk`, summed over shards. Changes nothing."""
+
+    @abstractmethod
+    def reselect(self, who: Identity, step: int, frostlines: Mapping[str, Frostline]) -> dict[str, Moves]:
+        """Advance, second half: freezes and thaws. Needs step applied and no Pull of step+1 (NotReady otherwise).
+
+        Tables of policy `topk` without an entry in `frostlines` stay as they are; tables of policy `idle` need none.
+        """
+
+    @abstractmethod
+    def lookup(self, ids: Mapping[str, RoutedIds]) -> dict[str, Rows]:
+        """Read that is not a visit: no counting, no admission, no thaw. For evaluation and serving.
+
+        Unknown row_ids read the default row when min_count > 1, else zeros, without FOUND.
+        """
+
+    @abstractmethod
+    def stats(self) -> StoreStats: ...
+
+    @property
+    @abstractmethod
+    def wire_stats(self) -> WireStats: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
