@@ -1,0 +1,358 @@
+"""The job spec: what `frostline train JOB.yaml` reads, and its conversion to the specs of the embedding servers.
+
+    job = load_job(path, ["trainer.data_passes=1"])     one YAML file and --set overlays -> Job
+    for name, arm in job.arm_jobs().items(): ...        one job per arm, each a Job of its own
+    specs = table_specs(arm, reader.schema.tables)      samples become steps here, once
+
+A user thinks in samples; shards count steps. Importing this module imports neither torch nor numba.
+Errors: InvalidInput with every fault on a line of its own, as `path.to.key=value: rule; next step`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BeforeValidator, ByteSize, Field, ValidationError, field_validator, model_validator
+
+from embedding_server.errors import InvalidInput
+from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
+from embedding_server.store import WireDtype
+from trainer.data.spec import AbsolutePath, DataSection
+from trainer.lr_schedule import LearningRate
+from trainer.model_spec import ModelSection
+from trainer.section import Section, did_you_mean, explain
+
+MAX_JOB_BYTES = 1 << 20
+MAX_BATCH_SIZE = 1 << 22
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+
+#: YAML 1.1 reads a bare `off` as false
+PolicyName = Annotated[
+    Literal["off", "idle", "topk"], BeforeValidator(lambda value: "off" if value is False else value)
+]
+
+
+class AdvancedPolicy(Section):
+    """Knobs that few need."""
+
+    select: Literal["topk", "random"] = Field("topk", description="topk: rank rows by heat, or by hash (the control)")
+    probation_visits: int = Field(4, ge=0, le=255, description="topk: visits that a new row trains whatever its rank")
+    half_life_samples: int = Field(500_000, ge=1, description="samples after which a visit counts half in the heat")
+    init_min: float = Field(-0.01, description="least initial value of a new row")
+    init_max: float = Field(0.01, description="bound above the initial values of a new row")
+
+
+class TableKnobs(Section):
+    """Policy and optimizer of every table; `embedding.tables` overrides them table by table."""
+
+    policy: PolicyName = Field(
+        "idle", description="off: every row trains; idle: unvisited rows freeze; topk: the hottest share trains"
+    )
+    hot_fraction: float = Field(0.4, gt=0.0, le=1.0, description="topk: share of a table's rows that train")
+    idle_samples: int = Field(100_000, ge=1, description="idle: samples without a visit after which a row freezes")
+    frozen_bits: Literal[8, 32] = Field(8, description="bits per value of a frozen row")
+    min_count: int = Field(1, ge=1, le=255, description="visits after which an ID gets a row of its own")
+    optimizer: OptimizerSpec = Field(OptimizerSpec(), description="sparse optimizer of the rows")
+    advanced: AdvancedPolicy = AdvancedPolicy()
+
+
+class EmbeddingSection(TableKnobs):
+    dim: int = Field(32, ge=4, le=4096, multiple_of=4, description="columns of every table")
+    wire_dtype: WireDtype = Field("float32", description="type of row values and gradients between trainer and shards")
+    pooling: Literal["sum", "mean"] = Field("sum", description="how the rows of a bag become one vector")
+    learning_rate: LearningRate = Field(LearningRate(base=0.05), description="rate of the rows")
+    tables: dict[str, dict[str, Any]] = Field({}, description="overrides by table: any of the knobs above but dim")
+
+
+class DenseOptimizer(Section):
+    kind: Literal["adam", "adamw", "adagrad", "sgd"] = Field(
+        "adam", description="torch.optim optimizer of dense layers"
+    )
+    learning_rate: LearningRate = Field(LearningRate(base=0.001), description="rate of the dense layers")
+    weight_decay: float = Field(0.0, ge=0.0, description="torch.optim's weight_decay")
+
+
+class TrainerSection(Section):
+    workers: int = Field(1, ge=1, le=1024, description="trainer processes")
+    threads: int | None = Field(
+        None, ge=1, le=1024, description="threads of torch and numba in a worker; default: cores / workers"
+    )
+    mode: Literal["sync", "pipelined"] = Field(
+        "pipelined", description="pipelined: the next batch's rows are pulled during a step, one step stale"
+    )
+    batch_size: int = Field(512, ge=1, le=MAX_BATCH_SIZE, description="samples of a step, over all workers")
+    data_passes: int = Field(1, ge=1, le=10_000, description="times that the training samples are read")
+    max_steps: int | None = Field(None, ge=1, description="stop after this many steps; default: all data passes")
+    precision: Literal["float32", "medium", "bfloat16"] = Field(
+        "medium",
+        description="dense matrix products: float32; medium (torch.set_float32_matmul_precision); bfloat16 (autocast)",
+    )
+    dense_optimizer: DenseOptimizer = DenseOptimizer()
+    reselect_every_samples: int = Field(
+        50_000, ge=1, description="samples between re-selections, which freeze and thaw rows"
+    )
+    validate_every_samples: int | None = Field(
+        None, ge=1, description="samples between evaluations on the validation split; default: after each data pass"
+    )
+    log_every_s: float = Field(2.0, gt=0.0, description="seconds between log lines when there is no terminal")
+    output_dir: AbsolutePath = Field(Path("runs"), description="folder of runs; results go to its subfolder <name>")
+
+
+class ServersSection(Section):
+    store: Literal["inproc", "remote"] = Field(
+        "remote", description="remote: shards are servers behind gRPC; inproc: shards live in the trainer process"
+    )
+    launch: Literal["local", "external"] = Field(
+        "local", description="remote: start the shards on this machine, or use running ones at `addresses`"
+    )
+    num_shards: int = Field(2, ge=1, le=1024, description="shards to start (launch local, or store inproc)")
+    addresses: list[str] = Field([], max_length=1024, description="launch external: host:port of every shard")
+    memory_limit_bytes: ByteSize = Field(
+        ByteSize(2 << 30), ge=1 << 20, description="memory of one shard; bytes, or text like 2GiB"
+    )
+    data_dir: AbsolutePath | None = Field(None, description="folder of segments; default: a temporary folder")
+    backend: Literal["auto", "cpu", "reference", "fbgemm"] = Field("auto", description="kernels of the shards")
+    threads: int = Field(1, ge=1, le=64, description="threads of a shard process for kernels outside its executor")
+    deadline_s: float = Field(60.0, gt=0.0, le=3600.0, description="longest that a call to the shards may take in all")
+
+    @field_validator("addresses")
+    @classmethod
+    def _addresses(cls, addresses: list[str]) -> list[str]:
+        for position, address in enumerate(addresses):
+            host, colon, port = address.rpartition(":")
+            if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+                raise ValueError(f"addresses[{position}]={address!r} must be host:port; write e.g. '10.0.0.5:7100'")
+            if addresses.index(address) != position:
+                raise ValueError(f"addresses[{position}]={address!r} is named twice; name each shard once")
+        return addresses
+
+    @model_validator(mode="after")
+    def _launch(self) -> ServersSection:
+        is_external = self.store == "remote" and self.launch == "external"
+        if is_external and not self.addresses:
+            raise ValueError(
+                "launch='external' needs `addresses`; list host:port of every shard, or set launch='local'"
+            )
+        if self.addresses and not is_external:
+            raise ValueError(
+                f"`addresses` is given with store={self.store!r}, launch={self.launch!r}, which start their own shards; "
+                "set store='remote' and launch='external', or remove the addresses"
+            )
+        return self
+
+
+class Job(Section):
+    """One training job, resolved. `arms` are overlays: the same job trained several ways, compared at the end."""
+
+    name: str = Field(pattern=NAME, description="names the run and its folder under trainer.output_dir")
+    seed: int = Field(0, ge=0, lt=2**31, description="seed of data order, initial rows and dense layers")
+    data: DataSection
+    model: ModelSection = ModelSection()
+    embedding: EmbeddingSection = EmbeddingSection()
+    trainer: TrainerSection = TrainerSection()
+    servers: ServersSection = ServersSection()
+    arms: dict[Annotated[str, Field(pattern=NAME)], dict[str, Any]] = Field(
+        {}, max_length=64, description="overlays by arm name, in the shape of the job; empty: one arm, `main`"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Job:
+        if self.trainer.batch_size < self.trainer.workers:
+            raise ValueError(
+                f"trainer.batch_size={self.trainer.batch_size} is less than trainer.workers={self.trainer.workers}, "
+                "so some workers would never have a sample; raise batch_size"
+            )
+        if self.servers.store == "inproc" and self.trainer.workers > 1:
+            raise ValueError(
+                f"servers.store='inproc' keeps the rows inside one process, and trainer.workers={self.trainer.workers}; "
+                "set servers.store='remote' or trainer.workers=1"
+            )
+        if self.model.is_dlrm and self.model.dense_layers[-1] != self.embedding.dim:
+            raise ValueError(
+                f"model.dense_layers ends with {self.model.dense_layers[-1]} and embedding.dim={self.embedding.dim}: "
+                f"{self.model.kind} needs them equal; set the last of model.dense_layers to {self.embedding.dim}"
+            )
+        if self.model.options and self.model.kind in ("dlrm_dcn", "dlrm", "deepfm"):
+            raise ValueError(f"model.options is for module:factory, and model.kind={self.model.kind!r}; remove options")
+        for table in self.embedding.tables:
+            _knobs_of(self.embedding, table)
+        return self
+
+    def arm_jobs(self) -> dict[str, Job]:
+        """One Job per arm, with that arm's overlay applied and no arms of its own; `main` alone if there are none."""
+        base = self.model_dump(mode="json", exclude_unset=True)
+        base.pop("arms", None)
+        if not self.arms:
+            return {"main": make_job(base)}
+        return {arm: _arm_job(base, arm, overlay) for arm, overlay in self.arms.items()}
+
+
+def load_job(path: str | Path, settings: Sequence[str] = ()) -> Job:
+    """Reads a YAML job file and lays `a.b=value` settings over it. Every arm is checked too."""
+    path = Path(path)
+    try:
+        if path.stat().st_size > MAX_JOB_BYTES:
+            raise InvalidInput(f"{path}: {path.stat().st_size} bytes, and a job file has at most {MAX_JOB_BYTES}")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"{path}: cannot be read ({error.strerror}); give the path of a job file") from error
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
+    raw = parse_yaml(text, str(path))
+    if not isinstance(raw, dict):
+        kind = "empty" if raw is None else f"a {type(raw).__name__}"
+        raise InvalidInput(f"{path}: is {kind}, and a job is a mapping with the keys name and data; see examples/")
+    try:
+        return make_job(apply_settings(raw, settings))
+    except InvalidInput as error:
+        raise InvalidInput(f"{path}: " + str(error).replace("\n", f"\n{path}: ")) from None
+
+
+def make_job(raw: Mapping[str, Any]) -> Job:
+    """A Job from plain data, arms checked too."""
+    try:
+        job = Job.model_validate(raw)
+    except ValidationError as error:
+        raise InvalidInput(explain(error, Job)) from None
+    if job.arms:
+        job.arm_jobs()
+    return job
+
+
+def apply_settings(raw: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
+    """Lays each `a.b.c=value` over the job; the value is YAML, so `[64, 1]` and `true` work. The input is not changed."""
+    result = dict(raw)
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys):
+            raise InvalidInput(f"--set {setting!r}: must be path.to.key=value; e.g. --set trainer.data_passes=1")
+        overlay: Any = parse_yaml(text, f"--set {path}")
+        for key in reversed(keys):
+            overlay = {key: overlay}
+        result = _overlay(result, overlay, f"--set {setting!r}")
+    return result
+
+
+def table_specs(job: Job, tables: Iterable[str]) -> list[TableSpec]:
+    """Specs of the named tables, for EmbeddingStore.create_tables. Samples are divided by the global batch size."""
+    names = list(dict.fromkeys(tables))
+    for table in job.embedding.tables:
+        if table not in names:
+            raise InvalidInput(
+                f"embedding.tables.{table}: the data has no table of this name{did_you_mean(table, names)}"
+            )
+    return [_table_spec(job, name) for name in names]
+
+
+def steps_of(samples: int, batch_size: int) -> int:
+    """Samples as steps, rounded to the nearest, at least 1."""
+    return max(1, (samples + batch_size // 2) // batch_size)
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of a job file."""
+    return Job.model_json_schema()
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML in which a key that stands twice is an error and not the last one's victory."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if isinstance(key_node, yaml.ScalarNode) and key_node.tag != "tag:yaml.org,2002:merge":
+                if key_node.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"key {key_node.value!r} stands twice; remove one", key_node.start_mark
+                    )
+                seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Plain data from YAML. InvalidInput names `where` and the line."""
+    try:
+        return yaml.load(text, _StrictLoader)  # noqa: S506 - a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = f" line {mark.line + 1}" if mark else ""
+        raise InvalidInput(f"{where}{line}: not YAML: {error.problem}") from None
+    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
+        raise InvalidInput(f"{where}: not YAML: {str(error) or 'nested too deep'}") from None
+
+
+def _arm_job(base: Mapping[str, Any], arm: str, overlay: Mapping[str, Any]) -> Job:
+    for key in ("name", "seed", "data", "arms"):
+        if key in overlay:
+            raise InvalidInput(
+                f"arms.{arm}.{key}: an arm may not change {key!r}, or the arms could not be compared; set it in the job"
+            )
+    try:
+        return Job.model_validate(_overlay(dict(base), overlay, f"arms.{arm}"))
+    except ValidationError as error:
+        raise InvalidInput(f"arms.{arm}: " + explain(error, Job).replace("\n", f"\narms.{arm}: ")) from None
+
+
+def _overlay(base: dict[str, Any], over: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`over` on `base`: mappings merge, anything else replaces. Neither argument is changed."""
+    result = dict(base)
+    for key, value in over.items():
+        old = result.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            result[key] = _overlay(dict(old), value, f"{where}.{key}")
+        elif isinstance(value, Mapping) and old is not None and not isinstance(old, Mapping):
+            raise InvalidInput(f"{where}: {key!r} is {old!r} in the job and has no keys of its own; set {key!r} itself")
+        else:
+            result[key] = value
+    return result
+
+
+def _knobs_of(embedding: EmbeddingSection, table: str) -> TableKnobs:
+    """The knobs of one table: those of the section with the table's overrides on top."""
+    overrides = embedding.tables.get(table, {})
+    names = set(TableKnobs.model_fields)
+    base = embedding.model_dump(include=names)
+    for key in overrides:
+        if key not in names:
+            raise ValueError(f"embedding.tables.{table}: unknown key {key!r}{did_you_mean(str(key), sorted(names))}")
+    try:
+        return TableKnobs.model_validate(_overlay(base, overrides, f"embedding.tables.{table}"))
+    except ValidationError as error:
+        text = explain(error, TableKnobs)
+        raise ValueError(f"embedding.tables.{table}." + text.replace("\n", f"\nembedding.tables.{table}.")) from None
+
+
+def _table_spec(job: Job, table: str) -> TableSpec:
+    knobs, batch_size = _knobs_of(job.embedding, table), job.trainer.batch_size
+    advanced = knobs.advanced
+    try:
+        return TableSpec(
+            name=table,
+            dim=job.embedding.dim,
+            optimizer=knobs.optimizer,
+            policy=PolicySpec(
+                kind=knobs.policy,
+                idle_steps=steps_of(knobs.idle_samples, batch_size),
+                hot_fraction=knobs.hot_fraction,
+                select=advanced.select,
+                probation_visits=advanced.probation_visits,
+                half_life_steps=advanced.half_life_samples / batch_size,
+                frozen_bits=knobs.frozen_bits,
+                min_count=knobs.min_count,
+            ),
+            init_min=advanced.init_min,
+            init_max=advanced.init_max,
+            seed=job.seed,
+        )
+    except ValidationError as error:
+        raise InvalidInput("; ".join(f["msg"].removeprefix("Value error, ") for f in error.errors())) from None
+
+
+def resolved_json(job: Job) -> str:
+    """The whole job with defaults filled in, as it is logged and saved beside the results."""
+    return json.dumps(job.model_dump(mode="json"), indent=2)
