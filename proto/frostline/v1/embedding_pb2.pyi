@@ -1,0 +1,428 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WireDtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WIRE_DTYPE_UNSPECIFIED: _ClassVar[WireDtype]
+    WIRE_DTYPE_FLOAT32: _ClassVar[WireDtype]
+    WIRE_DTYPE_FLOAT16: _ClassVar[WireDtype]
+    WIRE_DTYPE_BFLOAT16: _ClassVar[WireDtype]
+
+class Flag(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FLAG_UNSPECIFIED: _ClassVar[Flag]
+    FLAG_TRAINABLE: _ClassVar[Flag]
+    FLAG_DEFAULT: _ClassVar[Flag]
+    FLAG_FOUND: _ClassVar[Flag]
+
+class UpdateMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    UPDATE_MODE_UNSPECIFIED: _ClassVar[UpdateMode]
+    UPDATE_MODE_SYNC: _ClassVar[UpdateMode]
+    UPDATE_MODE_PIPELINED: _ClassVar[UpdateMode]
+
+class ErrorKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ERROR_KIND_UNSPECIFIED: _ClassVar[ErrorKind]
+    ERROR_KIND_INVALID_INPUT: _ClassVar[ErrorKind]
+    ERROR_KIND_UNKNOWN_TABLE: _ClassVar[ErrorKind]
+    ERROR_KIND_TABLE_CONFLICT: _ClassVar[ErrorKind]
+    ERROR_KIND_STEP_GAP: _ClassVar[ErrorKind]
+    ERROR_KIND_NOT_READY: _ClassVar[ErrorKind]
+    ERROR_KIND_FENCED_EPOCH: _ClassVar[ErrorKind]
+    ERROR_KIND_OVERLOADED: _ClassVar[ErrorKind]
+    ERROR_KIND_SEGMENT_CORRUPT: _ClassVar[ErrorKind]
+    ERROR_KIND_STORE_UNAVAILABLE: _ClassVar[ErrorKind]
+WIRE_DTYPE_UNSPECIFIED: WireDtype
+WIRE_DTYPE_FLOAT32: WireDtype
+WIRE_DTYPE_FLOAT16: WireDtype
+WIRE_DTYPE_BFLOAT16: WireDtype
+FLAG_UNSPECIFIED: Flag
+FLAG_TRAINABLE: Flag
+FLAG_DEFAULT: Flag
+FLAG_FOUND: Flag
+UPDATE_MODE_UNSPECIFIED: UpdateMode
+UPDATE_MODE_SYNC: UpdateMode
+UPDATE_MODE_PIPELINED: UpdateMode
+ERROR_KIND_UNSPECIFIED: ErrorKind
+ERROR_KIND_INVALID_INPUT: ErrorKind
+ERROR_KIND_UNKNOWN_TABLE: ErrorKind
+ERROR_KIND_TABLE_CONFLICT: ErrorKind
+ERROR_KIND_STEP_GAP: ErrorKind
+ERROR_KIND_NOT_READY: ErrorKind
+ERROR_KIND_FENCED_EPOCH: ErrorKind
+ERROR_KIND_OVERLOADED: ErrorKind
+ERROR_KIND_SEGMENT_CORRUPT: ErrorKind
+ERROR_KIND_STORE_UNAVAILABLE: ErrorKind
+
+class ErrorDetail(_message.Message):
+    __slots__ = ("kind", "expected_step", "current_epoch", "retry_after_ms", "path")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    kind: ErrorKind
+    expected_step: int
+    current_epoch: int
+    retry_after_ms: int
+    path: str
+    def __init__(self, kind: _Optional[_Union[ErrorKind, str]] = ..., expected_step: _Optional[int] = ..., current_epoch: _Optional[int] = ..., retry_after_ms: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
+
+class Caller(_message.Message):
+    __slots__ = ("job", "epoch", "worker")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    epoch: int
+    worker: int
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., worker: _Optional[int] = ...) -> None: ...
+
+class Table(_message.Message):
+    __slots__ = ("name", "dim", "spec_json")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIM_FIELD_NUMBER: _ClassVar[int]
+    SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dim: int
+    spec_json: str
+    def __init__(self, name: _Optional[str] = ..., dim: _Optional[int] = ..., spec_json: _Optional[str] = ...) -> None: ...
+
+class BucketRange(_message.Message):
+    __slots__ = ("first", "last")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    last: int
+    def __init__(self, first: _Optional[int] = ..., last: _Optional[int] = ...) -> None: ...
+
+class DescribeTablesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeTablesResponse(_message.Message):
+    __slots__ = ("tables", "buckets", "num_buckets")
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    tables: _containers.RepeatedCompositeFieldContainer[Table]
+    buckets: _containers.RepeatedCompositeFieldContainer[BucketRange]
+    num_buckets: int
+    def __init__(self, tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ..., buckets: _Optional[_Iterable[_Union[BucketRange, _Mapping]]] = ..., num_buckets: _Optional[int] = ...) -> None: ...
+
+class CreateTablesRequest(_message.Message):
+    __slots__ = ("spec_json",)
+    SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
+    spec_json: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, spec_json: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class CreateTablesResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetEpochRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class GetEpochResponse(_message.Message):
+    __slots__ = ("epoch", "last_step")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    last_step: int
+    def __init__(self, epoch: _Optional[int] = ..., last_step: _Optional[int] = ...) -> None: ...
+
+class BeginEpochRequest(_message.Message):
+    __slots__ = ("job", "num_workers", "mode", "epoch", "token")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    num_workers: int
+    mode: UpdateMode
+    epoch: int
+    token: str
+    def __init__(self, job: _Optional[str] = ..., num_workers: _Optional[int] = ..., mode: _Optional[_Union[UpdateMode, str]] = ..., epoch: _Optional[int] = ..., token: _Optional[str] = ...) -> None: ...
+
+class BeginEpochResponse(_message.Message):
+    __slots__ = ("epoch", "last_step")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    last_step: int
+    def __init__(self, epoch: _Optional[int] = ..., last_step: _Optional[int] = ...) -> None: ...
+
+class TableIds(_message.Message):
+    __slots__ = ("table", "num_rows")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    num_rows: int
+    def __init__(self, table: _Optional[str] = ..., num_rows: _Optional[int] = ...) -> None: ...
+
+class TableRows(_message.Message):
+    __slots__ = ("table", "num_rows", "dim")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    DIM_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    num_rows: int
+    dim: int
+    def __init__(self, table: _Optional[str] = ..., num_rows: _Optional[int] = ..., dim: _Optional[int] = ...) -> None: ...
+
+class TableGradients(_message.Message):
+    __slots__ = ("table", "num_rows", "dim", "learning_rate", "has_default_gradient")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    DIM_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    HAS_DEFAULT_GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    num_rows: int
+    dim: int
+    learning_rate: float
+    has_default_gradient: bool
+    def __init__(self, table: _Optional[str] = ..., num_rows: _Optional[int] = ..., dim: _Optional[int] = ..., learning_rate: _Optional[float] = ..., has_default_gradient: _Optional[bool] = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("caller", "step", "part", "num_parts", "wire_dtype", "tables", "row_ids", "padding")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARTS_FIELD_NUMBER: _ClassVar[int]
+    WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    ROW_IDS_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    step: int
+    part: int
+    num_parts: int
+    wire_dtype: WireDtype
+    tables: _containers.RepeatedCompositeFieldContainer[TableIds]
+    row_ids: bytes
+    padding: bytes
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., part: _Optional[int] = ..., num_parts: _Optional[int] = ..., wire_dtype: _Optional[_Union[WireDtype, str]] = ..., tables: _Optional[_Iterable[_Union[TableIds, _Mapping]]] = ..., row_ids: _Optional[bytes] = ..., padding: _Optional[bytes] = ...) -> None: ...
+
+class PullResponse(_message.Message):
+    __slots__ = ("wire_dtype", "tables", "flags", "values", "padding")
+    WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    FLAGS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    wire_dtype: WireDtype
+    tables: _containers.RepeatedCompositeFieldContainer[TableRows]
+    flags: bytes
+    values: bytes
+    padding: bytes
+    def __init__(self, wire_dtype: _Optional[_Union[WireDtype, str]] = ..., tables: _Optional[_Iterable[_Union[TableRows, _Mapping]]] = ..., flags: _Optional[bytes] = ..., values: _Optional[bytes] = ..., padding: _Optional[bytes] = ...) -> None: ...
+
+class PushRequest(_message.Message):
+    __slots__ = ("caller", "step", "part", "num_parts", "wire_dtype", "tables", "row_ids", "default_gradients", "values", "padding")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARTS_FIELD_NUMBER: _ClassVar[int]
+    WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    ROW_IDS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_GRADIENTS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    step: int
+    part: int
+    num_parts: int
+    wire_dtype: WireDtype
+    tables: _containers.RepeatedCompositeFieldContainer[TableGradients]
+    row_ids: bytes
+    default_gradients: bytes
+    values: bytes
+    padding: bytes
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., part: _Optional[int] = ..., num_parts: _Optional[int] = ..., wire_dtype: _Optional[_Union[WireDtype, str]] = ..., tables: _Optional[_Iterable[_Union[TableGradients, _Mapping]]] = ..., row_ids: _Optional[bytes] = ..., default_gradients: _Optional[bytes] = ..., values: _Optional[bytes] = ..., padding: _Optional[bytes] = ...) -> None: ...
+
+class PushResponse(_message.Message):
+    __slots__ = ("step", "rows_applied", "rows_ignored", "duplicate")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ROWS_APPLIED_FIELD_NUMBER: _ClassVar[int]
+    ROWS_IGNORED_FIELD_NUMBER: _ClassVar[int]
+    DUPLICATE_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    rows_applied: int
+    rows_ignored: int
+    duplicate: bool
+    def __init__(self, step: _Optional[int] = ..., rows_applied: _Optional[int] = ..., rows_ignored: _Optional[int] = ..., duplicate: _Optional[bool] = ...) -> None: ...
+
+class Frostline(_message.Message):
+    __slots__ = ("table", "bin", "tie_fraction")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    BIN_FIELD_NUMBER: _ClassVar[int]
+    TIE_FRACTION_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    bin: int
+    tie_fraction: float
+    def __init__(self, table: _Optional[str] = ..., bin: _Optional[int] = ..., tie_fraction: _Optional[float] = ...) -> None: ...
+
+class HeatHistogram(_message.Message):
+    __slots__ = ("table", "counts", "rows_total", "rows_probation")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    ROWS_PROBATION_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    counts: bytes
+    rows_total: int
+    rows_probation: int
+    def __init__(self, table: _Optional[str] = ..., counts: _Optional[bytes] = ..., rows_total: _Optional[int] = ..., rows_probation: _Optional[int] = ...) -> None: ...
+
+class Moves(_message.Message):
+    __slots__ = ("table", "frozen", "thawed", "unfreezable")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_FIELD_NUMBER: _ClassVar[int]
+    THAWED_FIELD_NUMBER: _ClassVar[int]
+    UNFREEZABLE_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    frozen: int
+    thawed: int
+    unfreezable: int
+    def __init__(self, table: _Optional[str] = ..., frozen: _Optional[int] = ..., thawed: _Optional[int] = ..., unfreezable: _Optional[int] = ...) -> None: ...
+
+class CollectHeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Reselect(_message.Message):
+    __slots__ = ("frostlines", "slice")
+    FROSTLINES_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    frostlines: _containers.RepeatedCompositeFieldContainer[Frostline]
+    slice: int
+    def __init__(self, frostlines: _Optional[_Iterable[_Union[Frostline, _Mapping]]] = ..., slice: _Optional[int] = ...) -> None: ...
+
+class AdvanceRequest(_message.Message):
+    __slots__ = ("caller", "step", "collect_heat", "reselect")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    COLLECT_HEAT_FIELD_NUMBER: _ClassVar[int]
+    RESELECT_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    step: int
+    collect_heat: CollectHeat
+    reselect: Reselect
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., collect_heat: _Optional[_Union[CollectHeat, _Mapping]] = ..., reselect: _Optional[_Union[Reselect, _Mapping]] = ...) -> None: ...
+
+class AdvanceResponse(_message.Message):
+    __slots__ = ("histograms", "moves", "done")
+    HISTOGRAMS_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    histograms: _containers.RepeatedCompositeFieldContainer[HeatHistogram]
+    moves: _containers.RepeatedCompositeFieldContainer[Moves]
+    done: bool
+    def __init__(self, histograms: _Optional[_Iterable[_Union[HeatHistogram, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[Moves, _Mapping]]] = ..., done: _Optional[bool] = ...) -> None: ...
+
+class GetMaskInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TableMaskInfo(_message.Message):
+    __slots__ = ("table", "rows_hot", "rows_frozen", "rows_probation", "rows_unfreezable", "rows_default_reads", "rows_ignored", "bytes_hot", "bytes_state", "bytes_frozen", "bytes_index", "bytes_heat", "moves_frozen", "moves_thawed")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_HOT_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FROZEN_FIELD_NUMBER: _ClassVar[int]
+    ROWS_PROBATION_FIELD_NUMBER: _ClassVar[int]
+    ROWS_UNFREEZABLE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_DEFAULT_READS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_IGNORED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_HOT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_STATE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FROZEN_FIELD_NUMBER: _ClassVar[int]
+    BYTES_INDEX_FIELD_NUMBER: _ClassVar[int]
+    BYTES_HEAT_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FROZEN_FIELD_NUMBER: _ClassVar[int]
+    MOVES_THAWED_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    rows_hot: int
+    rows_frozen: int
+    rows_probation: int
+    rows_unfreezable: int
+    rows_default_reads: int
+    rows_ignored: int
+    bytes_hot: int
+    bytes_state: int
+    bytes_frozen: int
+    bytes_index: int
+    bytes_heat: int
+    moves_frozen: int
+    moves_thawed: int
+    def __init__(self, table: _Optional[str] = ..., rows_hot: _Optional[int] = ..., rows_frozen: _Optional[int] = ..., rows_probation: _Optional[int] = ..., rows_unfreezable: _Optional[int] = ..., rows_default_reads: _Optional[int] = ..., rows_ignored: _Optional[int] = ..., bytes_hot: _Optional[int] = ..., bytes_state: _Optional[int] = ..., bytes_frozen: _Optional[int] = ..., bytes_index: _Optional[int] = ..., bytes_heat: _Optional[int] = ..., moves_frozen: _Optional[int] = ..., moves_thawed: _Optional[int] = ...) -> None: ...
+
+class GetMaskInfoResponse(_message.Message):
+    __slots__ = ("tables", "events")
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    tables: _containers.RepeatedCompositeFieldContainer[TableMaskInfo]
+    events: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tables: _Optional[_Iterable[_Union[TableMaskInfo, _Mapping]]] = ..., events: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class LookupRequest(_message.Message):
+    __slots__ = ("wire_dtype", "tables", "row_ids", "padding")
+    WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    ROW_IDS_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    wire_dtype: WireDtype
+    tables: _containers.RepeatedCompositeFieldContainer[TableIds]
+    row_ids: bytes
+    padding: bytes
+    def __init__(self, wire_dtype: _Optional[_Union[WireDtype, str]] = ..., tables: _Optional[_Iterable[_Union[TableIds, _Mapping]]] = ..., row_ids: _Optional[bytes] = ..., padding: _Optional[bytes] = ...) -> None: ...
+
+class LookupResponse(_message.Message):
+    __slots__ = ("wire_dtype", "tables", "flags", "values", "padding")
+    WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    FLAGS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    wire_dtype: WireDtype
+    tables: _containers.RepeatedCompositeFieldContainer[TableRows]
+    flags: bytes
+    values: bytes
+    padding: bytes
+    def __init__(self, wire_dtype: _Optional[_Union[WireDtype, str]] = ..., tables: _Optional[_Iterable[_Union[TableRows, _Mapping]]] = ..., flags: _Optional[bytes] = ..., values: _Optional[bytes] = ..., padding: _Optional[bytes] = ...) -> None: ...
+
+class ListTablesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListTablesResponse(_message.Message):
+    __slots__ = ("tables",)
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    tables: _containers.RepeatedCompositeFieldContainer[Table]
+    def __init__(self, tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ...) -> None: ...
+
+class GetTableRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class GetTableResponse(_message.Message):
+    __slots__ = ("table", "mask_info")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    MASK_INFO_FIELD_NUMBER: _ClassVar[int]
+    table: Table
+    mask_info: TableMaskInfo
+    def __init__(self, table: _Optional[_Union[Table, _Mapping]] = ..., mask_info: _Optional[_Union[TableMaskInfo, _Mapping]] = ...) -> None: ...
