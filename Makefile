@@ -1,0 +1,66 @@
+# Every command here is what CI and developers run. The first one makes .venv; `make` alone lists them.
+PYTHON ?= python3
+TORCH_INDEX_URL ?= https://download.pytorch.org/whl/cpu
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP := $(VENV)/.frostline-set-up
+
+JOB ?= examples/movielens.yaml
+WORKLOAD ?= all
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test slow check format proto bench capacity gpu-check clean
+
+help: ## lists the commands
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(SETUP) ## makes .venv and installs what requirements/ pins
+
+$(SETUP): requirements/cpu.txt requirements/dev.txt requirements/setup.sh pyproject.toml
+	@PYTHON="$(PYTHON)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" requirements/setup.sh $(VENV)
+	@touch $@
+
+train: $(SETUP) ## trains a job: JOB=examples/movielens.yaml ARGS="--set trainer.workers=2"
+	@echo "train: frostline train $(JOB) $(ARGS)"
+	@$(BIN)/frostline train $(JOB) $(ARGS)
+
+test: $(SETUP) ## runs the tests: ARGS="-k heat"
+	@echo "test: pytest $(ARGS)"
+	@$(BIN)/python -m pytest $(ARGS)
+
+slow: $(SETUP) ## runs the tests that take minutes
+	@echo "slow: pytest -m slow $(ARGS)"
+	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+check: $(SETUP) ## lints, checks formatting, types and generated code
+	@echo "check: ruff check"
+	@$(BIN)/ruff check .
+	@echo "check: ruff format --check"
+	@$(BIN)/ruff format --check .
+	@echo "check: mypy"
+	@$(BIN)/mypy
+	@echo "check: generated code, imports, documents"
+	@$(BIN)/python -m pytest -q tests/test_repository.py
+
+format: $(SETUP) ## formats the code and mends what ruff can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+proto: $(SETUP) ## regenerates proto/frostline/v1/*_pb2*.py from the .proto files
+	@echo "proto: grpc_tools.protoc proto/frostline/v1/*.proto"
+	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --pyi_out=proto --grpc_python_out=proto proto/frostline/v1/*.proto
+
+bench: $(SETUP) ## measures workloads beside their rivals: WORKLOAD=engine
+	@echo "bench: python -m benchmarks $(WORKLOAD) $(ARGS)"
+	@$(BIN)/python -m benchmarks $(WORKLOAD) $(ARGS)
+
+capacity: $(SETUP) ## measures bytes a row in a shard of 10 million rows (8 GiB of memory, minutes)
+	@echo "capacity: python -m benchmarks.capacity $(ARGS)"
+	@$(BIN)/python -m benchmarks.capacity $(ARGS)
+
+gpu-check: $(SETUP) ## compares the FBGEMM backend with the reference on a GPU and prints figures
+	@$(BIN)/python -m benchmarks.gpu_check $(ARGS)
+
+clean: ## removes .venv, runs and caches
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
