@@ -139,7 +139,7 @@ class ServersSection(Section):
             )
         if self.addresses and not is_external:
             raise ValueError(
-                f"`addresses` is given with store={self.store!r}, launch={self.launch!r}, which start their own shards; "
+                f"`addresses` is given with store={self.store!r}, launch={self.launch!r}, which start shards themselves; "
                 "set store='remote' and launch='external', or remove the addresses"
             )
         return self
@@ -168,7 +168,7 @@ class Job(Section):
             )
         if self.servers.store == "inproc" and self.trainer.workers > 1:
             raise ValueError(
-                f"servers.store='inproc' keeps the rows inside one process, and trainer.workers={self.trainer.workers}; "
+                f"servers.store='inproc' keeps rows inside one process, and trainer.workers={self.trainer.workers}; "
                 "set servers.store='remote' or trainer.workers=1"
             )
         if self.model.is_dlrm and self.model.dense_layers[-1] != self.embedding.dim:
@@ -224,7 +224,7 @@ def make_job(raw: Mapping[str, Any]) -> Job:
 
 
 def apply_settings(raw: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
-    """Lays each `a.b.c=value` over the job; the value is YAML, so `[64, 1]` and `true` work. The input is not changed."""
+    """Lays each `a.b.c=value` over the job; the value is YAML (`[64, 1]`, `true`). The input is not changed."""
     result = dict(raw)
     for setting in settings:
         path, equals, text = setting.partition("=")

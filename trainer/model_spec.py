@@ -17,7 +17,7 @@ class ModelSection(Section):
 
     kind: str = Field(
         "dlrm_dcn",
-        description="dlrm_dcn | dlrm | deepfm (torchrec's DLRM_DCN, DLRM, SimpleDeepFMNN), or module:factory, called as "
+        description="dlrm_dcn | dlrm | deepfm (torchrec's DLRM_DCN, DLRM, SimpleDeepFMNN), or module:factory, used as "
         "factory(embedding_bag_collection, num_dense, **options); forward(dense, kjt) gives logits [B] or [B, 1]",
     )
     dense_layers: list[Width] = Field(

@@ -70,7 +70,7 @@ def _short(value: Any) -> str:
 
 
 def _walk(loc: tuple[Any, ...], root: type[BaseModel]) -> tuple[list[str], type[BaseModel] | None]:
-    """The path as the user wrote it (without the tags that pydantic puts in for unions), and the model that holds its end."""
+    """The path as the user wrote it (without pydantic's tags for unions), and the model that holds its end."""
     path: list[str] = []
     model: type[BaseModel] | None = root
     candidates: list[type[BaseModel]] = [root]

@@ -1,4 +1,4 @@
-"""What a reader gives: batches of one worker, in the same number on every worker, in an order that only the seed decides.
+"""What a reader gives: batches of one worker, as many on every worker, in an order that only the seed decides.
 
 Positions. A reader walks *global batches* of `trainer.batch_size` samples. Worker w of N takes the samples of positions
 w*G//N .. (w+1)*G//N of each, G being the samples in it. So N workers together see, step by step, exactly what one
@@ -77,7 +77,7 @@ def make_batch(
     labels: np.ndarray,
     num_global_samples: int,
 ) -> Batch:
-    """Wraps numpy arrays without copying: dense float32[B, d], values int64[n] and lengths int32[F*B], feature-major."""
+    """Wraps numpy arrays without copying: dense float32[B, d], values int64[n], lengths int32[F*B], feature-major."""
     sparse = KeyedJaggedTensor(
         keys=schema.feature_names, values=torch.from_numpy(values), lengths=torch.from_numpy(lengths)
     )
@@ -152,7 +152,7 @@ class Reader(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Moves to a saved position. The number of workers may differ from when it was saved; batch size and seed may not.
+        """Moves to a saved position. The number of workers may differ from then; batch size and seed may not.
 
         Must come before iterating; an iterator that runs already does not follow.
         """

@@ -65,7 +65,7 @@ class ParquetFeature(Section):
 
 
 class ParquetData(_FileData):
-    """Parquet files: one number column for the label, number columns for dense features, integer, string or list columns."""
+    """Parquet files: a number column for the label, number columns (dense), and integer, string or list columns."""
 
     reader: Literal["parquet"] = "parquet"
     label: str = Field("label", description="column of labels, 0 or 1")
