@@ -63,8 +63,10 @@ def bf16_to_f32(x):
 def f32_to_bf16(x):
     bits = f32_to_bits(np.float32(x))
     rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
-    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    return np.uint16(np.uint32(0x7FC0) if is_nan else (rounded >> np.uint32(16)))
+    # A mask in place of a branch: inlined twice in one kernel, a branch makes numba warn (NumbaIRAssumptionWarning).
+    is_nan = np.uint32((bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000))
+    nan_mask = np.uint32(np.uint32(0) - is_nan)
+    return np.uint16(((rounded >> np.uint32(16)) & ~nan_mask) | (np.uint32(0x7FC0) & nan_mask))
 
 
 def load(values, i, mode):

@@ -1,0 +1,383 @@
+"""The row kernels of the CPU, in numba: read, train, initialise, quantise and check rows.
+
+Each is compared with kernels/reference.py in tests. Shapes: n rows of one call, D columns, C columns of optimizer
+state. `slots` int32[n] name hot rows, -1 skips; `positions` int32[n] name rows of the caller's wire array. Wire arrays
+are float32, or uint16 holding float16 or bfloat16 as `mode` says (wire.py). No kernel checks a bound: callers do.
+
+How they are made fast (AMD EPYC, one thread, 64 columns, rows in cache; out of cache in parentheses):
+- inner loops run over row views from 0 to D, which lets LLVM vectorise them without index checks; a kernel made for one
+  D was not faster (see the figures in tests' history: D is a run-time value, so that one compilation serves all tables);
+- arguments that come from the network are read-only and perhaps unaligned, which is another type to numba: signatures
+  are explicit and take the weakest type, so no call ever compiles while a request waits.
+
+numba's cache knows the time stamp of this file only: after a change to wire.py or hashing.py, touch this file too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+from embedding_server.kernels.hashing import hash_row_id, mix64
+from embedding_server.kernels.wire import MODES, bits_to_f32, f32_to_bits, load, store, wire_view
+
+_F32, _F64, _I64, _U64 = types.float32, types.float64, types.int64, types.uint64
+
+
+def _rows(dtype: types.Type, ndim: int = 2) -> types.Type:
+    return types.Array(dtype, ndim, "C")
+
+
+def _input(dtype: types.Type, ndim: int = 1) -> types.Type:
+    return types.Array(dtype, ndim, "C", readonly=True, aligned=False)
+
+
+_F32_ROWS = _rows(_F32)
+_INDEX = _input(types.int32)
+_WIRE_IN = (_input(_F32, 2), _input(types.uint16, 2))
+_WIRE_OUT = (_rows(_F32), _rows(types.uint16))
+
+
+class Kernel:
+    """A function that numba compiles, for its signatures only, at the first call or at `compile`."""
+
+    registry: list[Kernel] = []
+
+    def __init__(self, function: Callable[..., Any], signatures: list[Any]) -> None:
+        self._function, self._signatures = function, signatures
+        self._compiled: Callable[..., Any] | None = None
+        self.__doc__ = function.__doc__
+        Kernel.registry.append(self)
+
+    def compile(self) -> Callable[..., Any]:
+        if self._compiled is None:
+            self._compiled = njit(self._signatures, nogil=True, cache=True, error_model="numpy")(self._function)
+        return self._compiled
+
+    def __call__(self, *args: Any) -> Any:
+        return (self._compiled or self.compile())(*args)
+
+
+def _kernel(*signatures: Any) -> Callable[[Callable[..., Any]], Kernel]:
+    return lambda function: Kernel(function, list(signatures))
+
+
+@intrinsic
+def _pointer(typingctx, address):
+    """int64 address -> void pointer."""
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), codegen
+
+
+@intrinsic
+def _prefetch(typingctx, address):
+    """Asks for the cache line at an int64 address (LLVM llvm.prefetch: read, keep in every level)."""
+
+    def codegen(context, builder, signature, args):
+        pointer = ir.IntType(8).as_pointer()
+        i32 = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+        builder.call(function, [builder.inttoptr(args[0], pointer), i32(0), i32(3), i32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
+def _fused_multiply_add(typingctx, a, b, c):
+    """a * b + c of float32, rounded once, as FBGEMM's dequantise does."""
+
+    def codegen(context, builder, signature, args):
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
+# ---- hot rows -------------------------------------------------------------------------------------------------------
+
+
+@_kernel(*[types.void(_F32_ROWS, _INDEX, wire, _INDEX, _I64) for wire in _WIRE_OUT])
+def gather(weights, slots, out, positions, mode):
+    """out[positions[i]] = weights[slots[i]] in the wire dtype."""
+    dim = weights.shape[1]
+    for i in range(slots.size):
+        slot = slots[i]
+        if slot < 0:
+            continue
+        row = weights[slot]
+        target = out[positions[i]]
+        for d in range(dim):
+            store(target, d, row[d], mode)
+
+
+@_kernel(*[types.void(_F32_ROWS, _INDEX, wire, _INDEX, _I64, _F32, _F32) for wire in _WIRE_IN])
+def apply_sgd(weights, slots, gradients, positions, mode, scale, learning_rate):
+    dim = weights.shape[1]
+    for i in range(slots.size):
+        slot = slots[i]
+        if slot < 0:
+            continue
+        row = weights[slot]
+        gradient = gradients[positions[i]]
+        for d in range(dim):
+            row[d] -= learning_rate * (load(gradient, d, mode) * scale)
+
+
+@_kernel(*[types.void(_F32_ROWS, _F32_ROWS, _INDEX, wire, _INDEX, _I64, _F32, _F32, _F32) for wire in _WIRE_IN])
+def apply_adagrad(weights, state, slots, gradients, positions, mode, scale, learning_rate, eps):
+    dim = weights.shape[1]
+    for i in range(slots.size):
+        slot = slots[i]
+        if slot < 0:
+            continue
+        row = weights[slot]
+        accumulator = state[slot]
+        gradient = gradients[positions[i]]
+        for d in range(dim):
+            g = load(gradient, d, mode) * scale
+            h = accumulator[d] + g * g
+            accumulator[d] = h
+            row[d] -= learning_rate * g / (np.sqrt(h) + eps)
+
+
+# Adding in any order is what lets LLVM vectorise the sum; the order is fixed by the build, so repeats are equal.
+@njit(fastmath={"reassoc"})
+def _sum_of_squares(gradient, dim, mode, scale):
+    total = np.float32(0.0)
+    for d in range(dim):
+        g = load(gradient, d, mode) * scale
+        total += g * g
+    return total
+
+
+@_kernel(*[types.void(_F32_ROWS, _F32_ROWS, _INDEX, wire, _INDEX, _I64, _F32, _F32, _F32) for wire in _WIRE_IN])
+def apply_rowwise_adagrad(weights, state, slots, gradients, positions, mode, scale, learning_rate, eps):
+    dim = weights.shape[1]
+    inverse_dim = np.float32(1.0) / np.float32(dim)
+    for i in range(slots.size):
+        slot = slots[i]
+        if slot < 0:
+            continue
+        row = weights[slot]
+        gradient = gradients[positions[i]]
+        h = state[slot, 0] + _sum_of_squares(gradient, dim, mode, scale) * inverse_dim
+        state[slot, 0] = h
+        multiplier = learning_rate / (np.sqrt(h) + eps)
+        for d in range(dim):
+            row[d] -= multiplier * (load(gradient, d, mode) * scale)
+
+
+@_kernel(
+    *[
+        types.void(_F32_ROWS, _F32_ROWS, _INDEX, wire, _INDEX, _I64, _F32, _F32, _F32, _F32, _F32)
+        for wire in _WIRE_IN
+    ]
+)
+def apply_adam(weights, state, slots, gradients, positions, mode, scale, step_size, eps, beta1, beta2):
+    """State: D columns of the first moment, then D of the second. step_size holds the bias corrections."""
+    dim = weights.shape[1]
+    one = np.float32(1.0)
+    for i in range(slots.size):
+        slot = slots[i]
+        if slot < 0:
+            continue
+        row = weights[slot]
+        first, second = state[slot, :dim], state[slot, dim:]
+        gradient = gradients[positions[i]]
+        for d in range(dim):
+            g = load(gradient, d, mode) * scale
+            m = beta1 * first[d] + (one - beta1) * g
+            v = beta2 * second[d] + (one - beta2) * (g * g)
+            first[d] = m
+            second[d] = v
+            row[d] -= step_size * m / (np.sqrt(v) + eps)
+
+
+# ---- initial values -------------------------------------------------------------------------------------------------
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_S40 = np.uint64(40)
+_TO_UNIT = np.float32(2.0**-24)
+
+
+@_kernel(types.void(_input(_I64), _U64, _F32, _F32, _F32, _F32_ROWS, _INDEX))
+def fill_initial(row_ids, seed, low, width, highest, out, positions):
+    """out[positions[i], d] = min(low + width * u, highest), u = 24 bits of SplitMix64's d-th output, in [0, 1).
+
+    DO NOT CHANGE: a row that was never trained is recomputed from this.
+    """
+    dim = out.shape[1]
+    for i in range(row_ids.size):
+        if positions[i] < 0:
+            continue
+        base = hash_row_id(row_ids[i]) ^ seed
+        row = out[positions[i]]
+        for d in range(dim):
+            unit = np.float32(np.int32(mix64(base + np.uint64(d + 1) * _GOLDEN) >> _S40)) * _TO_UNIT
+            row[d] = min(low + width * unit, highest)
+
+
+def initial_values(row_ids: np.ndarray, seed: int, dim: int, low: float, high: float) -> np.ndarray:
+    """int64[n] -> float32[n, dim], uniform in [low, high)."""
+    out = np.empty((len(row_ids), dim), np.float32)
+    fill_initial(row_ids, np.uint64(seed), *initial_range(low, high), out, np.arange(len(row_ids), dtype=np.int32))
+    return out
+
+
+def initial_range(low: float, high: float) -> tuple[np.float32, np.float32, np.float32]:
+    """(low, width, largest value allowed), so that rounding never reaches `high`; low == high gives a constant."""
+    first = np.float32(low)
+    highest = max(first, np.nextafter(np.float32(high), np.float32(-np.inf))) if high > low else first
+    return first, np.float32(high) - first, highest
+
+
+# ---- frozen rows ----------------------------------------------------------------------------------------------------
+# 8 bits: FBGEMM's fused row-wise format: D codes, then scale and bias as little-endian float32; value = code * scale
+# + bias. 32 bits: D little-endian float32.
+
+
+# nnan and nsz let LLVM vectorise minima; callers pass finite rows, and the sign of a zero minimum has no effect on
+# any dequantised value.
+@njit(fastmath={"nnan", "nsz"})
+def _minimum_and_maximum(row):
+    low = high = row[0]
+    for d in range(row.size):
+        low = min(low, row[d])
+        high = max(high, row[d])
+    return low, high
+
+
+@njit
+def _put_float32(row, at, value):
+    bits = f32_to_bits(value)
+    for byte in range(4):
+        row[at + byte] = np.uint8((bits >> np.uint32(8 * byte)) & np.uint32(0xFF))
+
+
+@njit
+def _get_float32(row, at):
+    bits = np.uint32(0)
+    for byte in range(4):
+        bits |= np.uint32(row[at + byte]) << np.uint32(8 * byte)
+    return bits_to_f32(bits)
+
+
+_255 = np.float32(255.0)
+_FBGEMM_EPSILON = np.float32(1e-8)
+# Adding 2^23 to a float32 in [0, 2^22] rounds it to the nearest integer, ties to even, and leaves that in the low bits:
+# the rounding of lrintf, in one addition that vectorises.
+_ROUND = np.float32(8388608.0)
+
+
+@_kernel(types.void(_input(_F32, 2), _rows(types.uint8)))
+def quantize_8bit(weights, out):
+    """float32[n, D] finite -> uint8[n, D+8], byte for byte as FBGEMM's FloatToFused8BitRowwiseQuantized."""
+    dim = weights.shape[1]
+    for i in range(weights.shape[0]):
+        row = weights[i]
+        target = out[i]
+        low, high = _minimum_and_maximum(row)
+        inverse = _255 / ((high - low) + _FBGEMM_EPSILON)
+        for d in range(dim):
+            target[d] = np.uint8(f32_to_bits((row[d] - low) * inverse + _ROUND) & np.uint32(0xFF))
+        _put_float32(target, dim, (high - low) / _255)
+        _put_float32(target, dim + 4, low)
+
+
+@_kernel(*[types.void(_input(_I64), _I64, _I64, wire, _INDEX, _I64) for wire in _WIRE_OUT])
+def gather_frozen(addresses, bits, dim, out, positions, mode):
+    """out[positions[i]] = the frozen row of `bits` (8 or 32) at addresses[i], in the wire dtype; address 0 skips."""
+    for i in range(addresses.size):
+        if addresses[i] == 0:
+            continue
+        target = out[positions[i]]
+        if bits == 8:
+            row = carray(_pointer(addresses[i]), (dim + 8,), np.uint8)
+            scale, bias = _get_float32(row, dim), _get_float32(row, dim + 4)
+            for d in range(dim):
+                store(target, d, _fused_multiply_add(np.float32(row[d]), scale, bias), mode)
+        else:
+            values = carray(_pointer(addresses[i]), (dim,), np.float32)
+            for d in range(dim):
+                store(target, d, values[d], mode)
+
+
+def read_frozen(addresses: np.ndarray, bits: int, dim: int) -> np.ndarray:
+    """int64[n] row addresses -> float32[n, dim]."""
+    out = np.empty((len(addresses), dim), np.float32)
+    gather_frozen(addresses, bits, dim, out, np.arange(len(addresses), dtype=np.int32), MODES["float32"])
+    return out
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+_EXPONENT_32 = np.uint32(0x7F800000)
+_CHUNK = 4096
+
+
+@njit
+def _has_full_exponent(bits, start, stop, exponent):
+    """True if an exponent in bits[start:stop] is all ones: infinity or NaN. Integers, so that it vectorises."""
+    chunk = bits[start:stop]
+    found = False
+    for i in range(chunk.size):
+        found |= (chunk[i] & exponent) == exponent
+    return found
+
+
+@_kernel(
+    types.int64(_input(types.uint32), types.uint32),
+    types.int64(_input(types.uint16), types.uint16),
+)
+def _first_full_exponent(bits, exponent):
+    for start in range(0, bits.size, _CHUNK):
+        stop = min(start + _CHUNK, bits.size)
+        if _has_full_exponent(bits, start, stop, exponent):
+            for i in range(start, stop):
+                if (bits[i] & exponent) == exponent:
+                    return i
+    return -1
+
+
+def all_finite(values: np.ndarray, mode: int) -> int:
+    """Flat index of the first infinity or NaN in an array of wire values, or -1."""
+    flat = wire_view(values).reshape(-1)
+    if mode == MODES["float32"]:
+        return int(_first_full_exponent(flat.view(np.uint32), _EXPONENT_32))
+    return int(_first_full_exponent(flat, np.uint16(0x7C00 if mode == MODES["float16"] else 0x7F80)))
+
+
+@_kernel(types.void(_input(_F32, 2), _rows(types.boolean, 1)))
+def _can_freeze(weights, out):
+    exponent = _EXPONENT_32
+    for i in range(weights.shape[0]):
+        row = weights[i]
+        bad = False
+        for d in range(row.size):
+            bad |= (f32_to_bits(row[d]) & exponent) == exponent
+        if not bad:
+            low, high = _minimum_and_maximum(row)
+            bad = (f32_to_bits(high - low) & exponent) == exponent
+        out[i] = not bad
+
+
+def can_freeze(weights: np.ndarray) -> np.ndarray:
+    """float32[n, D] -> bool[n]: every value and the row's range (max - min) are finite, so that 8 bits can hold it."""
+    out = np.empty(len(weights), np.bool_)
+    _can_freeze(weights, out)
+    return out
+
+
+def warm_up() -> None:
+    """Compiles every kernel of this module, or loads it from numba's cache."""
+    for kernel in Kernel.registry:
+        kernel.compile()

@@ -1,0 +1,95 @@
+"""The sparse optimizers: what each keeps per row, and the one byte of it that a frozen row keeps.
+
+Symbols: w weights of a row, g its gradient (summed over the batch of all workers, divided by their number), D columns,
+lr the learning rate of the Push, t the step (global, from 1), eps, beta1 and beta2 from OptimizerSpec. Only rows named
+by a Push change. The update kernels are kernels/cpu.py (numba), kernels/reference.py (torch) and kernels/fbgemm.py.
+
+sgd                 w <- w - lr g
+adagrad             h <- h + g^2                        (D values; h = initial_accumulator in a new row)
+                    w <- w - lr g / (sqrt(h) + eps)
+    Duchi, Hazan, Singer 2011; FBGEMM OptimType.EXACT_ADAGRAD, torch.optim.Adagrad.
+rowwise_adagrad     h <- h + mean_d(g_d^2)              (1 value; likewise)
+                    w <- w - lr g / (sqrt(h) + eps)
+    FBGEMM OptimType.EXACT_ROWWISE_ADAGRAD.
+adam                m <- beta1 m + (1 - beta1) g        (D values, 0 in a new row)
+                    v <- beta2 v + (1 - beta2) g^2      (D values, 0 in a new row)
+                    w <- w - lr sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) + eps)
+    Kingma, Ba 2015, section 2's order of operations; torch.optim.SparseAdam: moments of rows without a gradient rest,
+    the bias correction counts global steps.
+
+State columns: sgd none; adagrad h; rowwise_adagrad h; adam m, then v.
+
+A frozen row keeps the mean of h (adagrad, rowwise_adagrad) or v (adam) as one byte on a log scale, quarter octaves from
+2^-40 to 2^23.5: at most 2^(1/8), 9%, off, which is 4.5% of a step. A thaw that starts from a cold accumulator instead
+loses 0.7 to 8.5 AUC points (DESIGN.md). Code 0 is an exact zero. DO NOT CHANGE: segments hold these codes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from embedding_server.spec import OptimizerKind, OptimizerSpec, TableSpec
+
+_CODES_PER_OCTAVE = 4
+_LOWEST_EXPONENT = -40
+_MAX_CODE = 255
+
+
+def num_state_columns(kind: OptimizerKind, dim: int) -> int:
+    """float32 columns of optimizer state per hot row."""
+    return {"sgd": 0, "adagrad": dim, "rowwise_adagrad": 1, "adam": 2 * dim}[kind]
+
+
+def initial_state(optimizer: OptimizerSpec) -> float:
+    """The value of every state column of a new row."""
+    return optimizer.initial_accumulator if optimizer.kind in ("adagrad", "rowwise_adagrad") else 0.0
+
+
+def adam_step_size(optimizer: OptimizerSpec, learning_rate: float, step: int) -> float:
+    """lr sqrt(1 - beta2^t) / (1 - beta1^t): adam's learning rate with both bias corrections; step counts from 1."""
+    return learning_rate * (1.0 - optimizer.beta2**step) ** 0.5 / (1.0 - optimizer.beta1**step)
+
+
+def table_seed(spec: TableSpec) -> int:
+    """64 bits that make the initial values of this table its own: blake2b over its name and seed.
+
+    DO NOT CHANGE: a row that was never trained is recomputed from it.
+    """
+    name = spec.name.encode("utf-8")
+    digest = hashlib.blake2b(spec.seed.to_bytes(8, "little") + name, digest_size=8, person=b"frostline-init")
+    return int.from_bytes(digest.digest(), "little")
+
+
+def encode_accumulator(spec: TableSpec, state: np.ndarray) -> np.ndarray:
+    """float32[n, C] state of hot rows -> uint8[n] codes; infinity and what exceeds 2^23.5 take the highest code."""
+    kind = spec.optimizer.kind
+    if kind == "sgd":
+        return np.zeros(len(state), np.uint8)
+    columns = state[:, spec.dim :] if kind == "adam" else state
+    mean = columns.mean(axis=1, dtype=np.float64)
+    is_positive = mean > 0.0
+    exponent = np.log2(mean, out=np.full(len(mean), float(_LOWEST_EXPONENT)), where=is_positive)
+    codes = 1.0 + np.rint(_CODES_PER_OCTAVE * (exponent - _LOWEST_EXPONENT))
+    return np.where(is_positive, np.clip(codes, 1, _MAX_CODE), 0).astype(np.uint8)
+
+
+def decode_accumulator(spec: TableSpec, codes: np.ndarray, dim: int) -> np.ndarray:
+    """uint8[n] -> float32[n, C]: the mean in every column; adam: m = 0, v the mean."""
+    kind = spec.optimizer.kind
+    state = np.zeros((len(codes), num_state_columns(kind, dim)), np.float32)
+    if kind != "sgd":
+        target = state[:, dim:] if kind == "adam" else state
+        target[:] = _VALUE_OF_CODE[codes][:, None]
+    return state
+
+
+def _values_of_codes() -> np.ndarray:
+    codes = np.arange(_MAX_CODE + 1, dtype=np.float64)
+    values = 2.0 ** (_LOWEST_EXPONENT + (codes - 1.0) / _CODES_PER_OCTAVE)
+    values[0] = 0.0
+    return values.astype(np.float32)
+
+
+_VALUE_OF_CODE = _values_of_codes()
