@@ -38,8 +38,8 @@ fi
 
 count=$(cat "$here/cpu.txt" "$here/dev.txt" | grep -c '==')
 say "installing $count pinned packages from requirements/cpu.txt and requirements/dev.txt (one to three minutes)"
-"${pip[@]}" install --quiet --no-compile --no-deps "${index[@]}" -r "$here/cpu.txt" -r "$here/dev.txt"
+"${pip[@]}" install --quiet --quiet --no-compile --no-deps "${index[@]}" -r "$here/cpu.txt" -r "$here/dev.txt"
 
 say "installing Frostline itself, editable"
-"${pip[@]}" install --quiet --no-deps --no-build-isolation --editable "$here/.."
+"${pip[@]}" install --quiet --quiet --no-deps --no-build-isolation --editable "$here/.."
 say "done; a second run skips all this until requirements/ or pyproject.toml change"
