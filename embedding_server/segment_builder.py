@@ -1,0 +1,94 @@
+"""SegmentBuilder: the growing, in-memory form of a segment. It serves reads until its file is written and mapped."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from embedding_server.kernels.locations import MAX_SEGMENT_ROWS, locations_of
+from embedding_server.reserved import ReservedArray
+from embedding_server.segment_file import CRC_BLOCK_BYTES, SegmentArrays, SegmentFormat, header_bytes
+
+MAX_SEGMENT_BYTES = 256 << 20
+
+
+def fixed_bytes(fmt: SegmentFormat) -> int:
+    """File bytes that a segment takes whatever its number of rows, within a few: header and bucket_offsets."""
+    return len(header_bytes(fmt, 1, 0)) + 4 * (fmt.num_buckets + 1)
+
+
+def capacity_rows(fmt: SegmentFormat, max_bytes: int = MAX_SEGMENT_BYTES) -> int:
+    """Rows whose file stays within max_bytes (CRCs and a longer header included); at least 1."""
+    crc_bytes = 4 * (max_bytes // CRC_BLOCK_BYTES + 1)
+    return max(1, min(MAX_SEGMENT_ROWS, (max_bytes - fixed_bytes(fmt) - crc_bytes - 64) // fmt.unit_bytes))
+
+
+class SegmentBuilder:
+    """Rows of one segment slot, appended in order of bucket. A row's location is final when append returns.
+
+    Thread safety: appends by the owner only; once no more are made, any thread may read `arrays()`.
+    Invariants:
+    1. Buckets never fall from one row to the next.
+    2. Addresses of rows stay the same until close().
+    """
+
+    def __init__(self, fmt: SegmentFormat, slot: int, capacity: int, frozen_step: int) -> None:
+        self.slot = slot
+        self.capacity = capacity
+        self.frozen_step = frozen_step
+        self.num_rows = 0
+        self.last_bucket = 0
+        self._counts = np.zeros(fmt.num_buckets, np.int64)
+        self._row_ids = ReservedArray(capacity, 1, np.int64)
+        self._rows = ReservedArray(capacity, fmt.row_bytes, np.uint8)
+        self._accumulators = ReservedArray(capacity, 1, np.uint8)
+        self._visits = ReservedArray(capacity, 1, np.uint8)
+
+    @property
+    def room(self) -> int:
+        return self.capacity - self.num_rows
+
+    def append(
+        self, row_ids: np.ndarray, buckets: np.ndarray, rows: np.ndarray, accumulators: np.ndarray, visits: np.ndarray
+    ) -> np.ndarray:
+        """Copies rows in and returns their locations uint32[n]. n <= room; buckets int32[n] from last_bucket up."""
+        start, end = self.num_rows, self.num_rows + row_ids.shape[0]
+        assert end <= self.capacity, "append beyond the capacity of a segment"
+        if end == start:
+            return np.empty(0, np.uint32)
+        assert buckets[0] >= self.last_bucket, "append below the last bucket of a segment"
+        self._row_ids.array[start:end, 0] = row_ids
+        self._rows.array[start:end] = rows
+        self._accumulators.array[start:end, 0] = accumulators
+        self._visits.array[start:end, 0] = visits
+        # Buckets never fall, so the new ones all lie in the span from the first to the last.
+        first, last = int(buckets[0]), int(buckets[-1])
+        self._counts[first : last + 1] += np.bincount(buckets - first, minlength=last - first + 1)
+        self.num_rows, self.last_bucket = end, last
+        return locations_of(self.slot, start, end - start)
+
+    def arrays(self) -> SegmentArrays:
+        """The rows so far, as views of the buffer."""
+        n = self.num_rows
+        offsets = np.zeros(self._counts.shape[0] + 1, np.uint32)
+        np.cumsum(self._counts, out=offsets[1:])
+        return SegmentArrays(
+            self._row_ids.array[:n].reshape(n),
+            offsets,
+            self._rows.array[:n],
+            self._accumulators.array[:n].reshape(n),
+            self._visits.array[:n].reshape(n),
+        )
+
+    def base_addresses(self) -> tuple[int, int, int, int]:
+        """Addresses of the first row_id, row, accumulator and visits byte."""
+        parts = (self._row_ids, self._rows, self._accumulators, self._visits)
+        return tuple(int(part.array.ctypes.data) for part in parts)  # type: ignore[return-value]
+
+    def committed_bytes(self) -> int:
+        parts = (self._row_ids, self._rows, self._accumulators, self._visits)
+        return sum(part.committed_bytes(self.num_rows) for part in parts) + self._counts.nbytes
+
+    def close(self) -> None:
+        """Gives the memory back. Addresses must not be used any more."""
+        for part in (self._row_ids, self._rows, self._accumulators, self._visits):
+            part.close()
