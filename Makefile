@@ -41,7 +41,7 @@ check: $(SETUP) ## lints, checks formatting, types and generated code
 	@echo "check: mypy"
 	@$(BIN)/mypy
 	@echo "check: generated code, imports, documents"
-	@$(BIN)/python -m pytest -q tests/test_repository.py
+	@$(BIN)/python -m pytest -q tests/test_repository*.py
 
 format: $(SETUP) ## formats the code and mends what ruff can
 	@$(BIN)/ruff check --fix .
