@@ -1,7 +1,7 @@
 """Settings of every test: threads, hypothesis, and what a process must not inherit.
 
-Two cores run the whole suite, so each test process keeps to one thread of each pool: results do not depend on how a pool
-splits its work, and several processes of one test do not fight over the cores.
+Two cores run the whole suite, so each test process keeps to one thread of each pool: results do not depend on how a
+pool splits its work, and several processes of one test do not fight over the cores.
 """
 
 from __future__ import annotations

@@ -130,14 +130,8 @@ def test_no_generated_code_without_its_proto_file() -> None:
 )
 def test_importing_a_light_module_loads_no_heavy_library(module: str, unwanted: tuple[str, ...]) -> None:
     script = f"import sys, {module}; print(' '.join(sorted({{name.partition('.')[0] for name in sys.modules}})))"
-    path = f"{ROOT}:{ROOT / 'proto'}"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={"PYTHONPATH": path},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert not set(unwanted) & set(done.stdout.split()), f"importing {module} loads one of {', '.join(unwanted)}"
