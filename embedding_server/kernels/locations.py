@@ -65,7 +65,7 @@ def sorted_buckets(row_ids: np.ndarray, num_buckets: int, out: np.ndarray) -> bo
 
 
 @njit(nogil=True, cache=True)
-def first_misplaced(row_ids: np.ndarray, bucket_offsets: np.ndarray, num_buckets: int) -> int:
+def first_misplaced(row_ids: np.ndarray, bucket_offsets: np.ndarray, num_buckets: int) -> np.int64:
     """First position whose row_id is not in the bucket that bucket_offsets [num_buckets+1] says, or -1."""
     for bucket in range(num_buckets):
         for i in range(bucket_offsets[bucket], bucket_offsets[bucket + 1]):
@@ -117,7 +117,7 @@ def count_slots(locations: np.ndarray, counts: np.ndarray) -> None:
 
 
 @njit(nogil=True, cache=True)
-def next_locations(slots: np.ndarray, offsets: np.ndarray, cursor: np.ndarray, out: np.ndarray) -> int:
+def next_locations(slots: np.ndarray, offsets: np.ndarray, cursor: np.ndarray, out: np.ndarray) -> np.int64:
     """The next locations of several segments in order of bucket, then segment, then position.
 
     slots int64[V]; offsets int64[V, B+1] (bucket offsets of each); cursor int64[3] (bucket, index into slots, rows of
@@ -125,7 +125,7 @@ def next_locations(slots: np.ndarray, offsets: np.ndarray, cursor: np.ndarray, o
     """
     num_segments, num_buckets = offsets.shape[0], offsets.shape[1] - 1
     bucket, v, given = cursor[0], cursor[1], cursor[2]
-    n = 0
+    n = np.int64(0)
     while bucket < num_buckets and n < out.shape[0]:
         position = offsets[v, bucket] + given
         take = min(offsets[v, bucket + 1] - position, out.shape[0] - n)
