@@ -33,6 +33,12 @@ WIRE_NUMPY: dict[str, np.dtype] = {
     "bfloat16": np.dtype("<u2"),
 }
 
+
+def push_dtype(wire_dtype: WireDtype) -> WireDtype:
+    """Gradients of a float16 store travel as bfloat16, because small gradients underflow in float16."""
+    return "bfloat16" if wire_dtype == "float16" else wire_dtype
+
+
 #: bits of Rows.flags
 TRAINABLE = 1  # a gradient for this row will be applied
 DEFAULT = 2  # the values are the table's default row: sum its gradient into TableGradients.default_gradient
@@ -115,6 +121,9 @@ class Moves:
     thawed: int = 0
     unfreezable: int = 0
 
+    def __add__(self, other: Moves) -> Moves:
+        return Moves(self.frozen + other.frozen, self.thawed + other.thawed, self.unfreezable + other.unfreezable)
+
 
 @dataclass(frozen=True, slots=True)
 class TableStats:
@@ -160,6 +169,14 @@ class WireStats:
     bytes_pushed: int = 0
     rows_pulled: int = 0
     rows_pushed: int = 0
+
+    def __add__(self, other: WireStats) -> WireStats:
+        return WireStats(
+            self.bytes_pulled + other.bytes_pulled,
+            self.bytes_pushed + other.bytes_pushed,
+            self.rows_pulled + other.rows_pulled,
+            self.rows_pushed + other.rows_pushed,
+        )
 
 
 class EmbeddingStore(ABC):

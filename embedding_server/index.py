@@ -1,0 +1,313 @@
+"""The index of a table: row_id (any int64) -> location and heat. Collisionless, grows without doubling memory.
+
+Layout. Rows are split over NUM_BUCKETS buckets by hash; each bucket is its own open-addressing sub-table (linear
+probing, load 0.73 to 0.875) in one buffer: `capacity` packed 14-byte entries (row_id int64, location uint32, heat
+uint16), then `capacity` tag bytes. Tag 0 means empty, so that every row_id stays usable as a key. A bucket grows by 1.2
+when it is full; buckets fill at different moments, so at most one bucket's copy exists at a time.
+
+Arithmetic: 15 bytes / 0.8 mean load = 18.8 bytes a row.
+
+A location is a uint32: bit 31 clear: hot, the slot; bit 31 set: frozen, segment slot (8 bits) and position (23 bits).
+INITIAL is a frozen row that still has its initial value and needs no storage.
+
+Thread safety: none; the thread that owns the shard owns the index.
+Invariants: (1) count[b] entries of bucket b have a tag; (2) an entry address stays valid until the next `reserve`.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+from numba import boolean, carray, float32, float64, int64, njit, types, uint16, uint32, void
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from embedding_server.heat import CODES_PER_BIN, bump
+from embedding_server.kernels.hashing import bucket_of, hash_row_id
+from embedding_server.kernels.kernel import array, kernel, view
+
+FROZEN_BIT = np.uint32(0x80000000)
+INITIAL = np.uint32(0xFFFFFFFF)
+ENTRY_BYTES = 14
+BYTES_PER_SLOT = ENTRY_BYTES + 1
+HEAT_BYTES = 2
+_MAX_LOAD = 0.875
+_GROWTH = 1.2
+_OWN_MAP_BYTES = 128 << 10  # buffers from here on are maps of their own: freed at once, no holes in the heap
+
+ENTRY = np.dtype(
+    {"names": ["row_id", "location", "heat"], "formats": ["<i8", "<u4", "<u2"], "offsets": [0, 8, 12], "itemsize": 14}
+)
+_ONE = np.uint64(1)
+_I64, _I64_IN, _U32, _U32_IN = array(int64), view(int64), array(uint32), view(uint32)
+
+
+@intrinsic
+def _pointer(typingctx, address):
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), codegen
+
+
+@njit(inline="always")
+def entries_at(address, capacity):
+    """The entries of the bucket whose buffer starts at `address`; with capacity 1, the entry at an entry address."""
+    return carray(_pointer(address), capacity, ENTRY)
+
+
+@njit(inline="always")
+def _tags_at(address, capacity):
+    return carray(_pointer(address + ENTRY_BYTES * capacity), capacity, np.uint8)
+
+
+@njit(inline="always")
+def _tag(h):
+    return np.uint8(max(_ONE, (h >> np.uint64(12)) & np.uint64(255)))
+
+
+@njit(inline="always")
+def _probe(address, capacity, h, row_id):
+    """(position, found): where row_id is, or the empty position where it belongs. capacity > 0 and not full."""
+    entries = entries_at(address, capacity)
+    tags = _tags_at(address, capacity)
+    tag = _tag(h)
+    position = np.int64(((h >> np.uint64(32)) * np.uint64(capacity)) >> np.uint64(32))
+    while tags[position] != 0:
+        if tags[position] == tag and entries[position].row_id == row_id:
+            return position, True
+        position += 1
+        if position == capacity:
+            position = 0
+    return position, False
+
+
+@kernel(types.UniTuple(int64, 2)(_I64, _I64, _I64_IN, _I64, _U32))
+def _locate(addresses, capacities, row_ids, out_entries, out_locations):
+    missing = 0
+    frozen = 0
+    num_buckets = np.uint64(addresses.shape[0])
+    for i in range(row_ids.shape[0]):
+        h = hash_row_id(row_ids[i])
+        b = bucket_of(h, num_buckets)
+        found = False
+        if capacities[b] > 0:
+            position, found = _probe(addresses[b], capacities[b], h, row_ids[i])
+            if found:
+                location = entries_at(addresses[b], capacities[b])[position].location
+                out_entries[i] = addresses[b] + ENTRY_BYTES * position
+                out_locations[i] = location
+                if location & FROZEN_BIT:
+                    frozen += 1
+        if not found:
+            out_entries[i] = 0
+            out_locations[i] = 0
+            missing += 1
+    return missing, frozen
+
+
+@kernel(int64(_I64, _I64, _I64, _I64_IN, _U32_IN, _I64, _U32))
+def _insert(addresses, capacities, counts, row_ids, locations, out_entries, out_locations):
+    """Inserts what is absent, taking locations in order; a repeated row_id gets its first one. Returns how many."""
+    used = 0
+    num_buckets = np.uint64(addresses.shape[0])
+    for i in range(row_ids.shape[0]):
+        h = hash_row_id(row_ids[i])
+        b = bucket_of(h, num_buckets)
+        position, found = _probe(addresses[b], capacities[b], h, row_ids[i])
+        entries = entries_at(addresses[b], capacities[b])
+        if not found:
+            entries[position].row_id = row_ids[i]
+            entries[position].location = locations[used]
+            entries[position].heat = 0
+            _tags_at(addresses[b], capacities[b])[position] = _tag(h)
+            counts[b] += 1
+            used += 1
+        out_entries[i] = addresses[b] + ENTRY_BYTES * position
+        out_locations[i] = entries[position].location
+    return used
+
+
+@kernel(void(int64, int64, int64, int64))
+def _rehash(old_address, old_capacity, new_address, new_capacity):
+    old = entries_at(old_address, old_capacity)
+    old_tags = _tags_at(old_address, old_capacity)
+    new = entries_at(new_address, new_capacity)
+    new_tags = _tags_at(new_address, new_capacity)
+    for i in range(old_capacity):
+        if old_tags[i] != 0:
+            h = hash_row_id(old[i].row_id)
+            position, _ = _probe(new_address, new_capacity, h, old[i].row_id)
+            new[position].row_id = old[i].row_id
+            new[position].location = old[i].location
+            new[position].heat = old[i].heat
+            new_tags[position] = old_tags[i]
+
+
+@kernel(void(_I64_IN, _U32_IN))
+def _set_locations(entry_addresses, locations):
+    for i in range(entry_addresses.shape[0]):
+        entries_at(entry_addresses[i], 1)[0].location = locations[i]
+
+
+@kernel(void(_I64_IN, view(boolean), float64, int64, view(float32)))
+def _bump_heat(entry_addresses, counted, now, step, log_table):
+    for i in range(entry_addresses.shape[0]):
+        if counted[i] and entry_addresses[i] != 0:
+            entry = entries_at(entry_addresses[i], 1)
+            entry[0].heat = bump(entry[0].heat, now, entry[0].row_id, step, log_table)
+
+
+@kernel(int64(_I64, _I64, int64, int64, _I64, _I64, _U32, array(uint16)))
+def _scan(addresses, capacities, first, last, out_row_ids, out_entries, out_locations, out_heat):
+    n = 0
+    for b in range(first, last):
+        entries = entries_at(addresses[b], capacities[b])
+        tags = _tags_at(addresses[b], capacities[b])
+        for i in range(capacities[b]):
+            if tags[i] != 0:
+                out_row_ids[n] = entries[i].row_id
+                out_entries[n] = addresses[b] + ENTRY_BYTES * i
+                out_locations[n] = entries[i].location
+                out_heat[n] = entries[i].heat
+                n += 1
+    return n
+
+
+@kernel(void(_I64, _I64, int64))
+def _lower_heat(addresses, capacities, by):
+    for b in range(addresses.shape[0]):
+        entries = entries_at(addresses[b], capacities[b])
+        for i in range(capacities[b]):
+            if entries[i].heat != 0:
+                entries[i].heat = np.uint16(max(np.int64(1), np.int64(entries[i].heat) - by))
+
+
+@kernel(void(view(uint16), view(boolean), _I64))
+def count_bins(heat, counted, out_counts):
+    """Adds each counted row to the bin of its heat code."""
+    for i in range(heat.shape[0]):
+        if counted[i]:
+            out_counts[heat[i] // CODES_PER_BIN] += 1
+
+
+class Entries:
+    """A run of index entries in bucket order: row_ids int64[n], addresses int64[n], locations uint32[n], heat uint16[n]."""
+
+    __slots__ = ("addresses", "heat", "locations", "row_ids")
+
+    def __init__(self, row_ids: np.ndarray, addresses: np.ndarray, locations: np.ndarray, heat: np.ndarray) -> None:
+        self.row_ids = row_ids
+        self.addresses = addresses
+        self.locations = locations
+        self.heat = heat
+
+
+class Index:
+    """See the module's text. All arrays are one-dimensional and contiguous."""
+
+    def __init__(self, num_buckets: int) -> None:
+        if num_buckets & (num_buckets - 1):
+            raise AssertionError("num_buckets must be a power of two")
+        self.num_buckets = num_buckets
+        self._addresses = np.zeros(num_buckets, np.int64)
+        self._capacities = np.zeros(num_buckets, np.int64)
+        self._counts = np.zeros(num_buckets, np.int64)
+        self._buffers: list[np.ndarray | None] = [None] * num_buckets
+
+    def __len__(self) -> int:
+        return int(self._counts.sum())
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Entries of each bucket, int64[num_buckets]; read only."""
+        return self._counts
+
+    @property
+    def num_slots(self) -> int:
+        return int(self._capacities.sum())
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all entries, heat and tags included."""
+        return self.num_slots * BYTES_PER_SLOT
+
+    def locate(self, row_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, int, int]:
+        """int64[n] -> entry addresses int64[n] (0: absent), locations uint32[n], number absent, number frozen."""
+        entries = np.empty(row_ids.shape[0], np.int64)
+        locations = np.empty(row_ids.shape[0], np.uint32)
+        missing, frozen = _locate(self._addresses, self._capacities, row_ids, entries, locations)
+        return entries, locations, missing, frozen
+
+    def insert(self, row_ids: np.ndarray, locations: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+        """Inserts absent row_ids with `locations` in order; returns entry addresses, locations and how many were used.
+
+        Invalidates entry addresses obtained earlier.
+        """
+        self._reserve(row_ids)
+        entries = np.empty(row_ids.shape[0], np.int64)
+        out = np.empty(row_ids.shape[0], np.uint32)
+        used = _insert(self._addresses, self._capacities, self._counts, row_ids, locations, entries, out)
+        return entries, out, used
+
+    def set_locations(self, entry_addresses: np.ndarray, locations: np.ndarray) -> None:
+        _set_locations(entry_addresses, locations)
+
+    def bump_heat(
+        self, entry_addresses: np.ndarray, counted: np.ndarray, now: float, step: int, log_table: np.ndarray
+    ) -> None:
+        """One visit for each entry with counted[i]; address 0 is skipped."""
+        _bump_heat(entry_addresses, counted, now, step, log_table)
+
+    def lower_heat(self, by: int) -> None:
+        _lower_heat(self._addresses, self._capacities, by)
+
+    def count_in(self, first_bucket: int, last_bucket: int) -> int:
+        return int(self._counts[first_bucket:last_bucket].sum())
+
+    def scan(self, first_bucket: int, last_bucket: int) -> Entries:
+        """All entries of buckets [first, last), in bucket order."""
+        n = self.count_in(first_bucket, last_bucket)
+        out = Entries(np.empty(n, np.int64), np.empty(n, np.int64), np.empty(n, np.uint32), np.empty(n, np.uint16))
+        _scan(
+            self._addresses,
+            self._capacities,
+            first_bucket,
+            last_bucket,
+            out.row_ids,
+            out.addresses,
+            out.locations,
+            out.heat,
+        )
+        return out
+
+    def _reserve(self, row_ids: np.ndarray) -> None:
+        arriving = _count_buckets(row_ids, self.num_buckets)
+        for b in np.flatnonzero(self._counts + arriving > self._capacities * _MAX_LOAD):
+            self._grow(int(b), int(self._counts[b] + arriving[b]))
+
+    def _grow(self, bucket: int, rows: int) -> None:
+        old = int(self._capacities[bucket])
+        capacity = max(old + 4, int(old * _GROWTH), int(rows / _MAX_LOAD) + 1)
+        buffer = _zeros(capacity * BYTES_PER_SLOT)
+        address = buffer.ctypes.data
+        if old:
+            _rehash(self._addresses[bucket], old, address, capacity)
+        self._buffers[bucket] = buffer
+        self._addresses[bucket] = address
+        self._capacities[bucket] = capacity
+
+
+@kernel(_I64(_I64_IN, int64))
+def _count_buckets(row_ids, num_buckets):
+    counts = np.zeros(num_buckets, np.int64)
+    for i in range(row_ids.shape[0]):
+        counts[bucket_of(hash_row_id(row_ids[i]), np.uint64(num_buckets))] += 1
+    return counts
+
+
+def _zeros(size_bytes: int) -> np.ndarray:
+    if size_bytes < _OWN_MAP_BYTES:
+        return np.zeros(size_bytes, np.uint8)
+    return np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)

@@ -1,0 +1,141 @@
+"""InprocStore: a shard inside this process, behind the EmbeddingStore interface. For notebooks, tests and GPUs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from embedding_server.errors import StoreUnavailable
+from embedding_server.shard import Shard, ShardGradients
+from embedding_server.spec import TableSpec
+from embedding_server.store import (
+    NUM_BUCKETS,
+    EmbeddingStore,
+    EpochInfo,
+    Frostline,
+    HeatHistogram,
+    Identity,
+    Moves,
+    PushAck,
+    RoutedIds,
+    Rows,
+    StoreStats,
+    TableGradients,
+    UpdateMode,
+    WireDtype,
+    WireStats,
+    push_dtype,
+)
+
+T = TypeVar("T")
+
+
+class InprocStore(EmbeddingStore):
+    """One shard that owns all buckets. One lock lets one thread in at a time; waiting for other workers happens outside it."""
+
+    def __init__(
+        self,
+        *,
+        wire_dtype: WireDtype = "float32",
+        memory_limit_bytes: int = 8 << 30,
+        data_dir: Path | None = None,
+        backend: str = "auto",
+        timeout_s: float = 60.0,
+    ) -> None:
+        """timeout_s bounds the wait for other workers, after which StoreUnavailable says who is missing."""
+        self.wire_dtype = wire_dtype
+        self.num_shards = 1
+        self.shard_of_bucket = np.zeros(NUM_BUCKETS, np.int32)
+        self._shard = Shard(data_dir=data_dir, memory_limit_bytes=memory_limit_bytes, backend=backend)
+        self._lock = threading.Lock()
+        self._timeout_s = timeout_s
+        self._wire = WireStats()
+
+    def create_tables(self, specs: Sequence[TableSpec]) -> None:
+        with self._lock:
+            self._shard.create_tables(specs)
+
+    def table_specs(self) -> dict[str, TableSpec]:
+        with self._lock:
+            return self._shard.table_specs()
+
+    def begin_epoch(self, job: str, num_workers: int, mode: UpdateMode, epoch: int | None = None) -> EpochInfo:
+        with self._lock:
+            wanted = self._shard.current_epoch(job).epoch + 1 if epoch is None else epoch
+            return self._shard.begin_epoch(job, num_workers, mode, wanted)
+
+    def pull(self, who: Identity, step: int, ids: Mapping[str, RoutedIds]) -> dict[str, Rows]:
+        with self._lock:
+            future = self._shard.pull(who, step, {n: i.row_ids for n, i in ids.items()}, self.wire_dtype)
+        rows = self._wait(future, f"Pull of step {step}")
+        with self._lock:
+            self._count_pull(ids, rows)
+        return rows
+
+    def push(self, who: Identity, step: int, gradients: Mapping[str, TableGradients]) -> PushAck:
+        parts = {
+            name: ShardGradients(g.ids.row_ids, g.values, g.learning_rate, g.default_gradient)
+            for name, g in gradients.items()
+        }
+        with self._lock:
+            future = self._shard.push(who, step, parts, push_dtype(self.wire_dtype))
+            self._count_push(gradients)
+        return self._wait(future, f"Push of step {step}")
+
+    def heat_histograms(self, who: Identity, step: int) -> dict[str, HeatHistogram]:
+        with self._lock:
+            return self._shard.heat_histograms(who, step)
+
+    def reselect(self, who: Identity, step: int, frostlines: Mapping[str, Frostline]) -> dict[str, Moves]:
+        total: dict[str, Moves] = {}
+        done = False
+        with self._lock:
+            while not done:
+                moves, done = self._shard.reselect(who, step, frostlines)
+                for name, m in moves.items():
+                    total[name] = total.get(name, Moves()) + m
+            while self._shard.maintain():
+                pass
+        return total
+
+    def lookup(self, ids: Mapping[str, RoutedIds]) -> dict[str, Rows]:
+        with self._lock:
+            return self._shard.lookup({n: i.row_ids for n, i in ids.items()}, self.wire_dtype)
+
+    def stats(self) -> StoreStats:
+        with self._lock:
+            return self._shard.stats()
+
+    @property
+    def wire_stats(self) -> WireStats:
+        return self._wire
+
+    def close(self) -> None:
+        with self._lock:
+            self._shard.close()
+
+    def _wait(self, future: Future[T], what: str) -> T:
+        try:
+            return future.result(self._timeout_s)
+        except FutureTimeout:
+            future.cancel()
+            raise StoreUnavailable(
+                f"{what}: the other workers did not reach this step within {self._timeout_s} s; every worker must pull and"
+                " push every step"
+            ) from None
+
+    def _count_pull(self, ids: Mapping[str, RoutedIds], rows: Mapping[str, Rows]) -> None:
+        n = sum(i.row_ids.shape[0] for i in ids.values())
+        size = 8 * n + sum(r.values.nbytes + r.flags.nbytes for r in rows.values())
+        self._wire = self._wire + WireStats(bytes_pulled=size, rows_pulled=n)
+
+    def _count_push(self, gradients: Mapping[str, TableGradients]) -> None:
+        n = sum(g.ids.row_ids.shape[0] for g in gradients.values())
+        size = 8 * n + sum(g.values.nbytes for g in gradients.values())
+        self._wire = self._wire + WireStats(bytes_pushed=size, rows_pushed=n)

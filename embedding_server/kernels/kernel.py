@@ -1,0 +1,54 @@
+"""Kernel: a function that numba compiles for named signatures only.
+
+Explicit signatures because requests arrive as read-only, possibly unaligned views of network buffers: left to itself
+numba would compile each kernel again for every mixture of array flags, in the middle of somebody's call. Nothing is
+compiled at import; `warm_up` does it (or loads numba's cache) before a shard serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import njit, types
+
+
+def array(dtype: types.Type, ndim: int = 1) -> types.Type:
+    """A contiguous array that the kernel may write."""
+    return types.Array(dtype, ndim, "C")
+
+
+def view(dtype: types.Type, ndim: int = 1) -> types.Type:
+    """A contiguous array that the kernel only reads: read-only and unaligned ones are welcome."""
+    return types.Array(dtype, ndim, "C", readonly=True, aligned=False)
+
+
+class Kernel:
+    """A function that numba compiles, for its signatures only, at the first call or at `compile`."""
+
+    registry: list[Kernel] = []
+
+    def __init__(self, function: Callable[..., Any], signatures: list[Any]) -> None:
+        self._function, self._signatures = function, signatures
+        self._compiled: Callable[..., Any] | None = None
+        self.__doc__ = function.__doc__
+        Kernel.registry.append(self)
+
+    def compile(self) -> Callable[..., Any]:
+        if self._compiled is None:
+            self._compiled = njit(self._signatures, nogil=True, cache=True, error_model="numpy")(self._function)
+        return self._compiled
+
+    def __call__(self, *args: Any) -> Any:
+        return (self._compiled or self.compile())(*args)
+
+
+def kernel(*signatures: Any) -> Callable[[Callable[..., Any]], Kernel]:
+    """Decorator: a Kernel of these signatures."""
+    return lambda function: Kernel(function, list(signatures))
+
+
+def warm_up() -> None:
+    """Compiles every kernel that was imported, or loads it from numba's cache."""
+    for each in Kernel.registry:
+        each.compile()

@@ -1,0 +1,132 @@
+"""Kernels between index and rows: count visits, split a request by where its rows are, and sum workers' gradients.
+
+Locations are as index.py says: uint32, bit 31 set when frozen, all ones for a row still at its initial value.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import boolean, float32, int32, int64, types, uint8, uint16, uint32, void
+
+from embedding_server.index import FROZEN_BIT, INITIAL
+from embedding_server.kernels.hashing import bucket_of, hash_row_id
+from embedding_server.kernels.kernel import array, kernel, view
+from embedding_server.kernels.wire import load
+from embedding_server.store import DEFAULT, FOUND, TRAINABLE
+
+_ENTRIES, _LOCATIONS, _IDS = view(int64), view(uint32), view(int64)
+_HOT_FLAGS = np.uint8(TRAINABLE | FOUND)
+_FROZEN_FLAGS = np.uint8(FOUND)
+_DEFAULT_FLAGS = np.uint8(DEFAULT)
+
+
+@kernel(void(_ENTRIES, _LOCATIONS, array(int32), array(uint8), int64, view(boolean), array(boolean)))
+def visit_rows(entries, locations, last_step, visits, step, cold_counts, out_counted):
+    """Marks hot rows as visited at `step`; out_counted[i]: this is the row's first Pull of the step.
+
+    cold_counts[i] says the same for a frozen row, which keeps no last_step of its own.
+    """
+    for i in range(entries.shape[0]):
+        out_counted[i] = False
+        if entries[i] == 0:
+            continue
+        if locations[i] & FROZEN_BIT:
+            out_counted[i] = cold_counts[i]
+        else:
+            slot = np.int64(locations[i])
+            if last_step[slot] < step:
+                last_step[slot] = step
+                visits[slot] = min(255, np.int64(visits[slot]) + 1)
+                out_counted[i] = True
+
+
+@kernel(types.UniTuple(int64, 4)(_ENTRIES, _LOCATIONS, array(uint8), array(int32), array(int32)))
+def split_by_state(entries, locations, out_flags, out_slots, out_positions):
+    """Sorts request positions into hot, frozen, initial, missing, in that order, inside out_positions.
+
+    Returns the four counts; out_slots[:hot] are the slots of the hot ones; out_flags[i] is the reply's flag byte.
+    """
+    n = entries.shape[0]
+    hot = 0
+    for i in range(n):
+        if entries[i] != 0 and not locations[i] & FROZEN_BIT:
+            out_slots[hot] = np.int32(locations[i])
+            out_positions[hot] = i
+            out_flags[i] = _HOT_FLAGS
+            hot += 1
+    if hot == n:
+        return hot, 0, 0, 0
+    k = hot
+    for i in range(n):
+        if entries[i] != 0 and locations[i] & FROZEN_BIT and locations[i] != INITIAL:
+            out_positions[k] = i
+            out_flags[i] = _FROZEN_FLAGS
+            k += 1
+    frozen = k - hot
+    for i in range(n):
+        if entries[i] != 0 and locations[i] == INITIAL:
+            out_positions[k] = i
+            out_flags[i] = _FROZEN_FLAGS
+            k += 1
+    initial = k - hot - frozen
+    for i in range(n):
+        if entries[i] == 0:
+            out_positions[k] = i
+            out_flags[i] = _DEFAULT_FLAGS
+            k += 1
+    return hot, frozen, initial, k - hot - frozen - initial
+
+
+@kernel(int64(_ENTRIES, _LOCATIONS, array(int32)))
+def hot_slots(entries, locations, out_slots):
+    """Slots of hot rows, -1 for every other; returns how many are not hot."""
+    others = 0
+    for i in range(entries.shape[0]):
+        if entries[i] != 0 and not locations[i] & FROZEN_BIT:
+            out_slots[i] = np.int32(locations[i])
+        else:
+            out_slots[i] = -1
+            others += 1
+    return others
+
+
+@kernel(boolean(_IDS))
+def has_duplicates(row_ids):
+    """True if a row_id occurs twice. A bitmap of hashes first, so that the exact check runs only on a collision."""
+    bits = 64
+    while bits < 16 * row_ids.shape[0]:
+        bits *= 2
+    seen = np.zeros(bits // 64, np.uint64)
+    suspects = 0
+    for i in range(row_ids.shape[0]):
+        b = hash_row_id(row_ids[i]) >> np.uint64(16) & np.uint64(bits - 1)
+        word, bit = b >> np.uint64(6), np.uint64(1) << (b & np.uint64(63))
+        if seen[word] & bit:
+            suspects += 1
+        seen[word] |= bit
+    if suspects == 0:
+        return False
+    ordered = np.sort(row_ids)
+    for i in range(1, ordered.shape[0]):
+        if ordered[i] == ordered[i - 1]:
+            return True
+    return False
+
+
+@kernel(*(void(view(t, 2), int64, view(int64), array(float32, 2)) for t in (float32, uint16)))
+def add_by_inverse(values, mode, inverse, out):
+    """out[inverse[i]] += values[i], in order; values [n, D] wire, out float32 [u, D]."""
+    for i in range(values.shape[0]):
+        source = values[i]
+        target = out[inverse[i]]
+        for d in range(out.shape[1]):
+            target[d] += load(source, d, mode)
+
+
+@kernel(int64(_IDS, view(boolean)))
+def first_foreign(row_ids, owned):
+    """First position whose bucket is not owned (bool[NUM_BUCKETS]), or -1."""
+    for i in range(row_ids.shape[0]):
+        if not owned[bucket_of(hash_row_id(row_ids[i]), np.uint64(owned.shape[0]))]:
+            return i
+    return -1

@@ -1,0 +1,139 @@
+"""Re-selection: the pass over all rows that freezes the idle (policy idle) or splits rows at the frostline (policy topk).
+
+It runs in bounded slices, bucket by bucket, so that a shard stays responsive; the caller repeats until it is done. The
+segment that a pass fills is sorted by bucket because the pass is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from embedding_server import heat
+from embedding_server.freezing import freeze, thaw
+from embedding_server.index import FROZEN_BIT, Entries, count_bins
+from embedding_server.policy import is_above, is_idle, rank_bins
+from embedding_server.store import Frostline, HeatHistogram, Moves
+
+if TYPE_CHECKING:
+    from embedding_server.table import Table
+
+ENTRIES_PER_SLICE = 65_536  # scanned a call; at 2 M freezes a second a slice stays under the 50 ms of an Advance
+
+
+def heat_histogram(table: Table, step: int) -> HeatHistogram:
+    """Rows past probation by rank bin, at `step`. Changes nothing but the origin of the heat codes."""
+    table.move_origin_of_heat(step)
+    counts = np.zeros(heat.NUM_BINS, np.int64)
+    probation = 0
+    policy = table.spec.policy
+    for first, last in _slices(table, 0):
+        entries = table.index.scan(first, last)
+        on_probation = table.probation_mask(entries.locations)
+        probation += int(on_probation.sum())
+        if policy.select == "topk":
+            count_bins(entries.heat, ~on_probation, counts)
+        else:
+            bins = rank_bins(policy, entries.row_ids[~on_probation], entries.heat[~on_probation])
+            counts += np.bincount(bins, minlength=heat.NUM_BINS)
+    return HeatHistogram(counts, rows_total=len(table.index), rows_probation=probation)
+
+
+class Reselection:
+    """One pass over the tables of a shard at one step. `advance` does a slice."""
+
+    def __init__(self, tables: Mapping[str, Table], step: int, frostlines: Mapping[str, Frostline]) -> None:
+        self.step = step
+        self.frostlines = dict(frostlines)
+        self._waiting = [t for t in tables.values() if t.spec.policy.kind == "idle" or t.spec.name in frostlines]
+        self._table: Table | None = None
+        self._bucket = 0
+
+    def advance(self) -> tuple[dict[str, Moves], bool]:
+        """Handles at most about ENTRIES_PER_SLICE entries. Returns what moved in this slice and whether all is done."""
+        moves: dict[str, Moves] = {}
+        budget = ENTRIES_PER_SLICE
+        while budget > 0:
+            if self._table is None and not self._next_table():
+                return moves, True
+            table = self._table
+            assert table is not None
+            last = _slice_end(table, self._bucket, budget)
+            budget -= max(1, table.index.count_in(self._bucket, last))
+            done = _reselect_buckets(table, self._bucket, last, self.step)
+            moves[table.spec.name] = moves.get(table.spec.name, Moves()) + done
+            self._bucket = last
+            if last == table.index.num_buckets:
+                self._end_table()
+        return moves, self._table is None and not self._waiting
+
+    def abandon(self) -> None:
+        """Ends the pass where it stands, leaving every table whole: a new epoch has begun."""
+        if self._table is not None:
+            self._end_table()
+        self._waiting.clear()
+
+    def _next_table(self) -> bool:
+        if not self._waiting:
+            return False
+        table = self._table = self._waiting.pop(0)
+        self._bucket = 0
+        table.move_origin_of_heat(self.step)
+        table.rows_unfreezable = 0
+        if table.spec.name in self.frostlines:
+            table.frostline = self.frostlines[table.spec.name]
+        table.segments.open_builder(self.step)
+        return True
+
+    def _end_table(self) -> None:
+        assert self._table is not None
+        self._table.segments.seal()
+        self._table.begin_compaction()
+        self._table = None
+
+
+def _reselect_buckets(table: Table, first: int, last: int, step: int) -> Moves:
+    entries = table.index.scan(first, last)
+    if table.spec.policy.kind == "idle":
+        hot = np.flatnonzero((entries.locations & FROZEN_BIT) == 0)
+        last_step = table.last_step.array[entries.locations[hot], 0]
+        freezes, thaws = hot[is_idle(table.spec.policy, last_step, step)], np.empty(0, np.int64)
+    else:
+        freezes, thaws = _split_at_frostline(table, entries)
+    if table.segments.is_write_failing:  # freezing now would only move rows from one place in memory to another
+        freezes = freezes[:0]
+    frozen, unfreezable = freeze(table, _take(entries, freezes)) if freezes.shape[0] else (0, 0)
+    table.rows_unfreezable += unfreezable
+    thawed = 0
+    if thaws.shape[0]:
+        warm = _take(entries, thaws)
+        thawed = thaw(table, warm.addresses, warm.locations, warm.row_ids, step)
+    return Moves(frozen, thawed, unfreezable)
+
+
+def _split_at_frostline(table: Table, entries: Entries) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of hot rows past probation below the frostline, and of frozen rows above it."""
+    assert table.frostline is not None
+    is_hot = (entries.locations & FROZEN_BIT) == 0
+    above = is_above(table.frostline, rank_bins(table.spec.policy, entries.row_ids, entries.heat), entries.row_ids)
+    freezes = np.flatnonzero(is_hot & ~above & ~table.probation_mask(entries.locations))
+    return freezes, np.flatnonzero(~is_hot & above)
+
+
+def _take(entries: Entries, at: np.ndarray) -> Entries:
+    return Entries(entries.row_ids[at], entries.addresses[at], entries.locations[at], entries.heat[at])
+
+
+def _slice_end(table: Table, first: int, budget: int) -> int:
+    """The first bucket not to scan: as many whole buckets as hold about `budget` entries, at least one."""
+    ends = np.cumsum(table.index.counts[first:])
+    return first + max(1, int(np.searchsorted(ends, budget, side="right")))
+
+
+def _slices(table: Table, first: int) -> Iterator[tuple[int, int]]:
+    while first < table.index.num_buckets:
+        last = min(table.index.num_buckets, _slice_end(table, first, ENTRIES_PER_SLICE))
+        yield first, last
+        first = last

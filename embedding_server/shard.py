@@ -1,0 +1,525 @@
+"""A shard: the tables of some buckets, as a single-threaded state machine.
+
+Every method must be called by one thread at a time (the server's executor thread, or under InprocStore's lock); each
+returns within milliseconds. Calls that must wait for other workers return a future that a later call completes.
+
+The core knows no clock, no network and no threads; files are written only for segments and the epochs.
+
+Invariants:
+1. A call that raises, or whose future holds an error, has changed nothing.
+2. Effects of Pull and Push follow steps.py: exactly once per (job, worker, step).
+3. Default rows see the same gradients in the same order (by step, then worker) on every shard.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embedding_server.errors import FrostlineError, InvalidInput, NotReady, TableConflict, UnknownTable
+from embedding_server.kernels import choose_backend
+from embedding_server.kernels.visits import first_foreign
+from embedding_server.reselection import Reselection, heat_histogram
+from embedding_server.slots import MemoryBudget
+from embedding_server.spec import TableSpec
+from embedding_server.steps import JobSteps
+from embedding_server.store import (
+    NUM_BUCKETS,
+    WIRE_NUMPY,
+    EpochInfo,
+    Frostline,
+    HeatHistogram,
+    Identity,
+    Moves,
+    PushAck,
+    Rows,
+    StoreStats,
+    UpdateMode,
+    WireDtype,
+)
+from embedding_server.table import Table, sum_by_row
+
+MAX_ROWS_PER_CALL = 1 << 24
+MAX_STAGED_BYTES = 2 << 30  # parts of one worker's push that wait for the others
+MAX_EVENTS = 100
+MAX_PARTS = 4096
+_EPOCHS_FILE = "epochs.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGradients:
+    """Gradients of one table for one shard; as store.TableGradients, without routing."""
+
+    row_ids: np.ndarray  # int64[n]
+    values: np.ndarray  # [n, D] of WIRE_NUMPY[wire_dtype]
+    learning_rate: float
+    default_gradient: np.ndarray | None = None  # float32[D]
+
+
+@dataclass(slots=True)
+class _Push:
+    """The push of one worker for its next step: its parts, and who waits for the acknowledgement."""
+
+    step: int
+    num_parts: int
+    parts: dict[int, Mapping[str, ShardGradients]] = field(default_factory=dict)
+    wire_dtype: WireDtype = "float32"
+    size_bytes: int = 0
+    waiting: list[Future[PushAck]] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.parts) == self.num_parts
+
+    def chunks(self, table: str) -> list[ShardGradients]:
+        return [self.parts[k][table] for k in sorted(self.parts) if table in self.parts[k]]
+
+
+@dataclass(slots=True)
+class _Job:
+    steps: JobSteps
+    staged: dict[int, _Push] = field(default_factory=dict)  # by worker
+    #: default-row gradients of pipelined pushes, by step and worker, until all workers' are here
+    defaults: dict[int, dict[int, dict[str, ShardGradients]]] = field(default_factory=dict)
+    waiting_pulls: list[tuple[int, Callable[[], None], Future[Any]]] = field(default_factory=list)
+
+
+class Shard:
+    def __init__(
+        self,
+        *,
+        buckets: np.ndarray | None = None,
+        data_dir: Path | None = None,
+        memory_limit_bytes: int = 8 << 30,
+        backend: str = "auto",
+        writer: Executor | None = None,
+    ) -> None:
+        """buckets bool[NUM_BUCKETS] (None: all). data_dir None: a temporary folder, removed by `close`.
+
+        writer: a one-thread executor that writes segment files beside the caller; None: `maintain` writes them itself.
+        """
+        if memory_limit_bytes < 1 << 20:
+            raise InvalidInput(f"memory_limit_bytes={memory_limit_bytes} must be at least {1 << 20} (1 MiB)")
+        self.buckets = np.ones(NUM_BUCKETS, np.bool_) if buckets is None else np.asarray(buckets, np.bool_)
+        if self.buckets.shape != (NUM_BUCKETS,):
+            raise InvalidInput(f"buckets has shape {list(self.buckets.shape)}; it must have {NUM_BUCKETS} entries")
+        self._owns_all = bool(self.buckets.all())
+        self._backend = choose_backend(backend)
+        self._writer = writer
+        self._temporary = data_dir is None
+        self.data_dir = Path(tempfile.mkdtemp(prefix="frostline-")) if data_dir is None else Path(data_dir)
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        self._budget = MemoryBudget(memory_limit_bytes)
+        self._tables: dict[str, Table] = {}
+        self._jobs: dict[str, _Job] = {}
+        self._events: deque[str] = deque(maxlen=MAX_EVENTS)
+        self._reselection: Reselection | None = None
+        self._load_epochs()
+
+    # Tables -----------------------------------------------------------------------------------------------------------
+
+    def create_tables(self, specs: Sequence[TableSpec]) -> None:
+        """All or none: a conflict is found before anything is created."""
+        fresh: dict[str, TableSpec] = {}
+        for spec in specs:
+            known = self._tables[spec.name].spec if spec.name in self._tables else fresh.get(spec.name)
+            if known is None:
+                fresh[spec.name] = spec
+            elif known != spec:
+                raise TableConflict(
+                    f"table {spec.name!r} exists with another spec ({_difference(known, spec)});"
+                    " use the same spec or another name"
+                )
+        for spec in fresh.values():
+            self._tables[spec.name] = Table(
+                spec,
+                backend=self._backend,
+                data_dir=self.data_dir,
+                budget=self._budget,
+                num_buckets=NUM_BUCKETS,
+                on_event=self._events.append,
+                writer=self._writer,
+            )
+
+    def table_specs(self) -> dict[str, TableSpec]:
+        return {name: table.spec for name, table in self._tables.items()}
+
+    # Epochs -----------------------------------------------------------------------------------------------------------
+
+    def current_epoch(self, job: str) -> EpochInfo:
+        """The job's epoch here and the last step applied in full; epoch 0 if the job is unknown."""
+        return self._jobs[job].steps.info() if job in self._jobs else EpochInfo(0, 0)
+
+    def begin_epoch(self, job: str, num_workers: int, mode: UpdateMode, epoch: int) -> EpochInfo:
+        """Fences every earlier epoch of the job: what was staged is dropped, who waits gets FencedEpoch."""
+        state = self._jobs.get(job) or _Job(JobSteps(job))
+        state.steps.begin(num_workers, mode, epoch)
+        self._jobs[job] = state
+        fenced = [f for push in state.staged.values() for f in push.waiting]
+        fenced += [future for _, _, future in state.waiting_pulls]
+        state.staged.clear()
+        state.waiting_pulls.clear()
+        state.defaults = {
+            step: by_worker for step, by_worker in state.defaults.items() if len(state.steps.applied) == num_workers
+        }
+        if self._reselection is not None:
+            self._reselection.abandon()
+            self._reselection = None
+        self._save_epochs()
+        for future in fenced:
+            try:
+                state.steps.check(Identity(job, epoch - 1, 0))
+            except FrostlineError as error:
+                _fail(future, error)
+        return state.steps.info()
+
+    def _load_epochs(self) -> None:
+        path = self.data_dir / _EPOCHS_FILE
+        if not path.exists():
+            return
+        for job, epoch in json.loads(path.read_text()).items():
+            self._jobs[job] = _Job(JobSteps(job))
+            self._jobs[job].steps.epoch = int(epoch)
+
+    def _save_epochs(self) -> None:
+        """Persists the fences before anybody may rely on them."""
+        if self._temporary:
+            return
+        path = self.data_dir / _EPOCHS_FILE
+        temporary = path.with_suffix(".tmp")
+        with open(temporary, "w") as file:
+            json.dump({name: job.steps.epoch for name, job in self._jobs.items()}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+    # Pull -------------------------------------------------------------------------------------------------------------
+
+    def pull(
+        self,
+        who: Identity,
+        step: int,
+        ids: Mapping[str, np.ndarray],
+        wire_dtype: WireDtype,
+        part: int = 0,
+        num_parts: int = 1,
+    ) -> Future[dict[str, Rows]]:
+        job = self._job(who)
+        _check_parts(part, num_parts)
+        _check_wire_dtype(wire_dtype)
+        for name, row_ids in ids.items():
+            self._check_ids(name, row_ids)
+        future: Future[dict[str, Rows]] = Future()
+        if job.steps.is_repeated_pull(who.worker, step, part):
+            future.set_result({name: self._tables[name].reread(row_ids, wire_dtype) for name, row_ids in ids.items()})
+            return future
+
+        def run() -> None:
+            if job.steps.is_repeated_pull(who.worker, step, part):  # a retry of it ran while this one waited
+                rows = {name: self._tables[name].reread(row_ids, wire_dtype) for name, row_ids in ids.items()}
+            else:
+                several = job.steps.num_workers > 1
+                rows = {
+                    name: self._tables[name].pull(row_ids, step, wire_dtype, several_workers=several)
+                    for name, row_ids in ids.items()
+                }
+                job.steps.note_pull(who.worker, step, part, num_parts)
+            future.set_result(rows)
+
+        job.waiting_pulls.append((step, run, future))
+        self._run_waiting_pulls(job)
+        return future
+
+    def _run_waiting_pulls(self, job: _Job) -> None:
+        progressed = True
+        while progressed:
+            progressed = False
+            for entry in list(job.waiting_pulls):
+                step, run, future = entry
+                if future.cancelled():
+                    job.waiting_pulls.remove(entry)
+                elif job.steps.may_pull(step):
+                    job.waiting_pulls.remove(entry)
+                    run()
+                    progressed = True
+
+    # Push -------------------------------------------------------------------------------------------------------------
+
+    def push(
+        self,
+        who: Identity,
+        step: int,
+        gradients: Mapping[str, ShardGradients],
+        wire_dtype: WireDtype,
+        part: int = 0,
+        num_parts: int = 1,
+    ) -> Future[PushAck]:
+        """A part that is not the last is acknowledged at once, with rows_applied 0; the last applies all of them."""
+        job = self._job(who)
+        _check_parts(part, num_parts)
+        _check_wire_dtype(wire_dtype)
+        future: Future[PushAck] = Future()
+        if job.steps.is_repeated_push(who.worker, step):
+            future.set_result(PushAck(step, 0, 0, duplicate=True))
+            return future
+        try:
+            push = self._stage(job, who.worker, step, gradients, wire_dtype, part, num_parts)
+        except InvalidInput:
+            job.staged.pop(who.worker, None)  # whoever sent the faulty part sends the whole push again
+            raise
+        if not push.is_complete:
+            future.set_result(PushAck(step, 0, 0, duplicate=False))
+            return future
+        push.waiting.append(future)
+        if job.steps.mode == "sync":
+            if len(job.staged) == job.steps.num_workers and all(p.is_complete for p in job.staged.values()):
+                self._apply_step(job, step)
+        else:
+            self._apply_one(job, who.worker)
+        self._run_waiting_pulls(job)
+        return future
+
+    def _stage(
+        self,
+        job: _Job,
+        worker: int,
+        step: int,
+        gradients: Mapping[str, ShardGradients],
+        wire_dtype: WireDtype,
+        part: int,
+        num_parts: int,
+    ) -> _Push:
+        """Validates one part and keeps it. A part sent again replaces itself."""
+        for name, table_gradients in gradients.items():
+            self._check_gradients(job, worker, name, table_gradients, wire_dtype)
+        push = job.staged.get(worker)
+        if push is None or push.num_parts != num_parts or push.wire_dtype != wire_dtype:
+            push = job.staged[worker] = _Push(
+                step, num_parts, wire_dtype=wire_dtype, waiting=push.waiting if push else []
+            )
+        if part not in push.parts:
+            push.size_bytes += sum(g.row_ids.nbytes + g.values.nbytes for g in gradients.values())
+        if push.size_bytes > MAX_STAGED_BYTES:
+            raise InvalidInput(
+                f"job {job.steps.job!r}, worker {worker}: the push of step {step} holds {push.size_bytes} bytes, more than"
+                f" {MAX_STAGED_BYTES}; use a smaller batch"
+            )
+        push.parts[part] = gradients
+        return push
+
+    def _apply_step(self, job: _Job, step: int) -> None:
+        """sync: sums all workers' gradients per row in worker order and applies each row once."""
+        workers = [job.staged[w] for w in range(job.steps.num_workers)]
+        names = {name: None for push in workers for part in push.parts.values() for name in part}
+        applied = ignored = 0
+        for name in names:
+            chunks = [(chunk, push.wire_dtype) for push in workers for chunk in push.chunks(name)]
+            done, dropped = self._apply_chunks(job, name, chunks, step)
+            applied, ignored = applied + done, ignored + dropped
+            defaults = [chunk for chunk, _ in chunks if chunk.default_gradient is not None]
+            self._apply_default(job, name, defaults, step)
+        job.staged.clear()
+        job.steps.applied = [step] * job.steps.num_workers
+        for push in workers:
+            for future in push.waiting:
+                _complete(future, PushAck(step, applied, ignored, duplicate=False))
+
+    def _apply_one(self, job: _Job, worker: int) -> None:
+        """pipelined: applies one worker's push; default rows wait for all workers, so that all shards agree on them."""
+        push = job.staged.pop(worker)
+        applied = ignored = 0
+        defaults: dict[str, ShardGradients] = {}
+        for name in {name: None for part in push.parts.values() for name in part}:
+            chunks = [(chunk, push.wire_dtype) for chunk in push.chunks(name)]
+            done, dropped = self._apply_chunks(job, name, chunks, push.step)
+            applied, ignored = applied + done, ignored + dropped
+            for chunk, _ in chunks:
+                if chunk.default_gradient is not None:
+                    defaults[name] = chunk
+        job.steps.applied[worker] = push.step
+        job.defaults.setdefault(push.step, {})[worker] = defaults
+        for step in sorted(job.defaults):
+            by_worker = job.defaults[step]
+            if len(by_worker) < job.steps.num_workers:
+                break
+            del job.defaults[step]
+            for name in {name: None for w in sorted(by_worker) for name in by_worker[w]}:
+                chunks_of_workers = [by_worker[w][name] for w in sorted(by_worker) if name in by_worker[w]]
+                self._apply_default(job, name, chunks_of_workers, step)
+        for future in push.waiting:
+            _complete(future, PushAck(push.step, applied, ignored, duplicate=False))
+
+    def _apply_chunks(
+        self, job: _Job, name: str, chunks: list[tuple[ShardGradients, WireDtype]], step: int
+    ) -> tuple[int, int]:
+        table = self._tables[name]
+        chunks = [(chunk, dtype) for chunk, dtype in chunks if chunk.row_ids.shape[0]]
+        if not chunks:
+            return 0, 0
+        first, dtype = chunks[0]
+        row_ids, values = first.row_ids, first.values
+        if len(chunks) > 1:
+            all_ids = np.concatenate([chunk.row_ids for chunk, _ in chunks])
+            row_ids, values = sum_by_row(all_ids, [(chunk.values, d) for chunk, d in chunks], table.spec.dim)
+            dtype = "float32"
+        return table.apply(
+            row_ids,
+            values,
+            dtype,
+            scale=1.0 / job.steps.num_workers,
+            learning_rate=first.learning_rate,
+            step=step,
+        )
+
+    def _apply_default(self, job: _Job, name: str, chunks: list[ShardGradients], step: int) -> None:
+        if not chunks:
+            return
+        total = np.zeros(self._tables[name].spec.dim, np.float32)
+        for chunk in chunks:
+            assert chunk.default_gradient is not None
+            total += chunk.default_gradient
+        self._tables[name].apply_default(
+            total, scale=1.0 / job.steps.num_workers, learning_rate=chunks[0].learning_rate, step=step
+        )
+
+    # Advance ----------------------------------------------------------------------------------------------------------
+
+    def heat_histograms(self, who: Identity, step: int) -> dict[str, HeatHistogram]:
+        self._job(who).steps.check_barrier(step)
+        return {
+            name: heat_histogram(table, step)
+            for name, table in self._tables.items()
+            if table.spec.policy.kind == "topk"
+        }
+
+    def reselect(self, who: Identity, step: int, frostlines: Mapping[str, Frostline]) -> tuple[dict[str, Moves], bool]:
+        """One slice of the pass; (moves of this slice, done). Call again with the same arguments until done."""
+        self._job(who).steps.check_barrier(step)
+        for name in frostlines:
+            if self._table(name).spec.policy.kind != "topk":
+                raise InvalidInput(
+                    f"table {name!r}: a frostline was sent but its policy is {self._table(name).spec.policy.kind!r};"
+                    " only tables of policy 'topk' take one"
+                )
+        current = self._reselection
+        if current is None or current.step != step or current.frostlines != dict(frostlines):
+            if current is not None:
+                current.abandon()
+            current = self._reselection = Reselection(self._tables, step, frostlines)
+        moves, done = current.advance()
+        if done:
+            self._reselection = None
+        return moves, done
+
+    # Look-up, statistics, background ------------------------------------------------------------------------------------
+
+    def lookup(self, ids: Mapping[str, np.ndarray], wire_dtype: WireDtype) -> dict[str, Rows]:
+        _check_wire_dtype(wire_dtype)
+        for name, row_ids in ids.items():
+            self._check_ids(name, row_ids)
+        return {name: self._tables[name].lookup(row_ids, wire_dtype) for name, row_ids in ids.items()}
+
+    def stats(self) -> StoreStats:
+        return StoreStats({name: table.stats() for name, table in self._tables.items()}, list(self._events))
+
+    def maintain(self) -> bool:
+        """One slice of background work of some table: compaction, segment files, merges. True if more is waiting."""
+        return any(table.maintain() for table in self._tables.values())
+
+    def close(self) -> None:
+        for table in self._tables.values():
+            table.close()
+        self._tables.clear()
+        if self._temporary:
+            shutil.rmtree(self.data_dir, ignore_errors=True)
+
+    # Checks -------------------------------------------------------------------------------------------------------------
+
+    def _job(self, who: Identity) -> _Job:
+        job = self._jobs.get(who.job)
+        if job is None or not job.steps.num_workers:
+            raise NotReady(f"job {who.job!r}: no epoch has begun on this shard; call BeginEpoch first")
+        job.steps.check(who)
+        return job
+
+    def _table(self, name: str) -> Table:
+        table = self._tables.get(name)
+        if table is None:
+            known = ", ".join(sorted(self._tables)[:10]) or "none"
+            raise UnknownTable(f"table {name!r} does not exist (tables: {known}); create it with CreateTables")
+        return table
+
+    def _check_ids(self, name: str, row_ids: np.ndarray) -> None:
+        self._table(name)
+        if row_ids.ndim != 1 or row_ids.dtype != np.int64:
+            raise InvalidInput(
+                f"table {name!r}: row_ids has dtype {row_ids.dtype} and shape {list(row_ids.shape)}; it must be int64[n]"
+            )
+        if row_ids.shape[0] > MAX_ROWS_PER_CALL:
+            raise InvalidInput(
+                f"table {name!r}: {row_ids.shape[0]} row_ids in one call, more than {MAX_ROWS_PER_CALL}; use a smaller batch"
+            )
+        if not self._owns_all:
+            foreign = first_foreign(row_ids, self.buckets)
+            if foreign >= 0:
+                raise InvalidInput(
+                    f"table {name!r}: row_id {int(row_ids[foreign])} (position {foreign}) is in a bucket of another shard;"
+                    " route by shard_of_bucket, and fetch it again if the shards changed"
+                )
+
+    def _check_gradients(
+        self, job: _Job, worker: int, name: str, gradients: ShardGradients, wire_dtype: WireDtype
+    ) -> None:
+        self._check_ids(name, gradients.row_ids)
+        rate = gradients.learning_rate
+        if not np.isfinite(rate) or rate < 0.0:
+            raise InvalidInput(f"table {name!r}: learning_rate={rate} must be finite and not negative")
+        if gradients.values.dtype != WIRE_NUMPY[wire_dtype]:
+            raise InvalidInput(
+                f"table {name!r}: gradients have dtype {gradients.values.dtype}; {wire_dtype} travels as"
+                f" {WIRE_NUMPY[wire_dtype]}"
+            )
+        self._tables[name].check_gradients(gradients.row_ids, gradients.values, wire_dtype, gradients.default_gradient)
+        for other, push in job.staged.items():
+            for chunk in push.chunks(name):
+                if chunk.learning_rate != rate and (other != worker or push.num_parts > 1):
+                    raise InvalidInput(
+                        f"table {name!r}: worker {worker} sent learning_rate={rate}, worker {other}"
+                        f" {chunk.learning_rate} for the same step; all workers must use one schedule"
+                    )
+
+
+def _check_parts(part: int, num_parts: int) -> None:
+    if not 1 <= num_parts <= MAX_PARTS or not 0 <= part < num_parts:
+        raise InvalidInput(f"part={part} of num_parts={num_parts}: parts count from 0 and are at most {MAX_PARTS}")
+
+
+def _check_wire_dtype(wire_dtype: str) -> None:
+    if wire_dtype not in WIRE_NUMPY:
+        raise InvalidInput(f"wire_dtype={wire_dtype!r} must be one of {', '.join(WIRE_NUMPY)}")
+
+
+def _difference(known: TableSpec, wanted: TableSpec) -> str:
+    """The fields that differ, `field: known != wanted`."""
+    a, b = known.model_dump(), wanted.model_dump()
+    return ", ".join(f"{key}: {a[key]} != {b[key]}" for key in a if a[key] != b[key])
+
+
+def _complete(future: Future[PushAck], ack: PushAck) -> None:
+    if not future.cancelled():
+        future.set_result(ack)
+
+
+def _fail(future: Future[Any], error: FrostlineError) -> None:
+    if not future.cancelled():
+        future.set_exception(error)

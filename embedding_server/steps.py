@@ -1,0 +1,116 @@
+"""Exactly once: which Pull and Push of a job a shard may run now, has run before, or must refuse.
+
+Pure bookkeeping, no rows: shard.py asks and then acts. One JobSteps per job, thrown away never, renewed by each epoch.
+
+Rules (seq = step, steps count from 1):
+- A worker's Push of step s is applied iff s == applied[worker] + 1; s <= applied[worker] is a repeat (acknowledged again,
+  not applied); anything later is a StepGap.
+- A worker's Pull of step s is new iff s == pulled[worker] + 1; earlier is a repeat (read again, no effect).
+- sync: Pull s waits until every push of s-1 is applied. pipelined: it waits until every worker has pulled s-1 and every
+  push of s-2 is applied, so staleness is one step and a visit is counted once whatever the number of workers.
+- A new epoch drops what was staged and not applied, and keeps `applied`: a push that was applied before the workers died
+  is a repeat when they send it again.
+"""
+
+from __future__ import annotations
+
+from embedding_server.errors import FencedEpoch, InvalidInput, NotReady, StepGap
+from embedding_server.store import EpochInfo, Identity, UpdateMode
+
+MAX_WORKERS = 4096
+
+
+class JobSteps:
+    def __init__(self, job: str) -> None:
+        self.job = job
+        self.epoch = 0
+        self.num_workers = 0
+        self.mode: UpdateMode = "sync"
+        self.applied: list[int] = []
+        self.pulled: list[int] = []
+        self._pull_parts: dict[int, set[int]] = {}
+
+    @property
+    def last_step(self) -> int:
+        """The last step that every worker's push was applied of."""
+        return min(self.applied, default=0)
+
+    def info(self) -> EpochInfo:
+        return EpochInfo(self.epoch, self.last_step)
+
+    def begin(self, num_workers: int, mode: UpdateMode, epoch: int) -> None:
+        """FencedEpoch unless epoch rises; NotReady if the number of workers changes between two steps."""
+        if epoch <= self.epoch:
+            raise FencedEpoch(
+                f"job {self.job!r}: epoch {epoch} must be above the current epoch {self.epoch}; begin epoch {self.epoch + 1}",
+                self.epoch,
+            )
+        if not 1 <= num_workers <= MAX_WORKERS:
+            raise InvalidInput(f"job {self.job!r}: num_workers={num_workers} must be in [1, {MAX_WORKERS}]")
+        if mode not in ("sync", "pipelined"):
+            raise InvalidInput(f"job {self.job!r}: mode={mode!r} must be 'sync' or 'pipelined'")
+        if num_workers != self.num_workers:
+            if self.applied and max(self.applied) != self.last_step:
+                raise NotReady(
+                    f"job {self.job!r}: num_workers cannot change from {self.num_workers} to {num_workers} while step"
+                    f" {max(self.applied)} is applied for some workers only; finish the step with {self.num_workers} workers"
+                )
+            self.applied = [self.last_step] * num_workers
+        self.epoch, self.num_workers, self.mode = epoch, num_workers, mode
+        self.pulled = [self.last_step] * num_workers
+        self._pull_parts.clear()
+
+    def check(self, who: Identity) -> None:
+        """FencedEpoch or InvalidInput unless `who` is a worker of the running epoch."""
+        if who.epoch != self.epoch:
+            raise FencedEpoch(
+                f"job {self.job!r}: epoch {who.epoch} is not the current epoch {self.epoch}: another worker group has taken"
+                " over; stop this worker, or begin a new epoch",
+                self.epoch,
+            )
+        if not 0 <= who.worker < self.num_workers:
+            raise InvalidInput(f"job {self.job!r}: worker={who.worker} must be in [0, {self.num_workers})")
+
+    def is_repeated_pull(self, worker: int, step: int, part: int) -> bool:
+        """Whether this Pull ran before. StepGap if it skips a step."""
+        if step < 1:
+            raise InvalidInput(f"job {self.job!r}: step={step} must be at least 1")
+        if step > self.pulled[worker] + 1:
+            raise StepGap(
+                f"job {self.job!r}, worker {worker}: Pull of step {step} skips step {self.pulled[worker] + 1};"
+                f" pull step {self.pulled[worker] + 1} first",
+                self.pulled[worker] + 1,
+            )
+        return step <= self.pulled[worker] or part in self._pull_parts.get(worker, ())
+
+    def may_pull(self, step: int) -> bool:
+        if self.mode == "sync":
+            return self.last_step >= step - 1
+        return min(self.pulled) >= step - 1 and self.last_step >= step - 2
+
+    def note_pull(self, worker: int, step: int, part: int, num_parts: int) -> None:
+        parts = self._pull_parts.setdefault(worker, set())
+        parts.add(part)
+        if len(parts) == num_parts:
+            self.pulled[worker] = step
+            del self._pull_parts[worker]
+
+    def is_repeated_push(self, worker: int, step: int) -> bool:
+        """Whether this Push was applied before. StepGap if it skips a step."""
+        if step < 1:
+            raise InvalidInput(f"job {self.job!r}: step={step} must be at least 1")
+        if step > self.applied[worker] + 1:
+            raise StepGap(
+                f"job {self.job!r}, worker {worker}: Push of step {step} skips step {self.applied[worker] + 1};"
+                f" push step {self.applied[worker] + 1} first",
+                self.applied[worker] + 1,
+            )
+        return step <= self.applied[worker]
+
+    def check_barrier(self, step: int) -> None:
+        """NotReady unless `step` is applied for all workers and none has pulled the next."""
+        if min(self.applied) != step or max(self.applied) != step or max(self.pulled) > step or self._pull_parts:
+            raise NotReady(
+                f"job {self.job!r}: Advance at step {step} needs that step applied for all workers and none beyond it pulled;"
+                f" applied: {self.applied[:8]}, pulled: {self.pulled[:8]}. Drain pushes and prefetches first"
+            )

@@ -1,0 +1,425 @@
+"""A table of one shard: index + hot rows + segments + heat. What a Pull, a Push and a look-up do to it.
+
+Where rows move is elsewhere: freezing.py (a row freezes, a row thaws), reselection.py (the pass that decides).
+
+Thread safety: none; the thread that owns the shard owns its tables.
+Invariants:
+1. Every index entry is hot (its slot is taken), frozen (its segment position is live) or INITIAL.
+2. last_step[slot] is the last step whose training Pull named the row, so a visit is counted once a step whatever the
+   number of workers, because no worker pulls step t+1 before all pulled step t (shard.py).
+3. The default row changes only through `apply_default`, which every shard calls with the same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from concurrent.futures import Executor
+from pathlib import Path
+
+import numpy as np
+
+from embedding_server import heat
+from embedding_server.admission import Sketch
+from embedding_server.errors import InvalidInput
+from embedding_server.freezing import freeze_coldest, frozen_row_bytes, thaw
+from embedding_server.hot_rows import CpuHotRows
+from embedding_server.index import BYTES_PER_SLOT, FROZEN_BIT, HEAT_BYTES, INITIAL, Index
+from embedding_server.kernels import Backend
+from embedding_server.kernels.cpu import all_finite, gather_frozen, initial_values
+from embedding_server.kernels.visits import add_by_inverse, has_duplicates, hot_slots, split_by_state, visit_rows
+from embedding_server.kernels.wire import MODES, from_float32, wire_view
+from embedding_server.optimizers import initial_state, num_state_columns, table_seed
+from embedding_server.policy import is_above, rank_bins
+from embedding_server.reserved import ReservedArray
+from embedding_server.segments import SegmentSet
+from embedding_server.slots import MemoryBudget, Slots
+from embedding_server.spec import TableSpec
+from embedding_server.store import WIRE_NUMPY, Frostline, Rows, TableStats, WireDtype
+
+_STEP_BYTES, _VISIT_BYTES = 4, 1  # last_step and visits of a hot row
+_COMPACT_ABOVE = 0.125  # share of free slots from which the tail of the hot rows is given back
+_COMPACTION_SLICES = 64
+
+
+class Table:
+    def __init__(
+        self,
+        spec: TableSpec,
+        *,
+        backend: Backend,
+        data_dir: Path,
+        budget: MemoryBudget,
+        num_buckets: int,
+        on_event: Callable[[str], None],
+        writer: Executor | None = None,
+    ) -> None:
+        """`budget` bounds the bytes in memory of all tables of the shard; `on_event` takes lines for people."""
+        self.spec = spec
+        self.state_bytes_per_row = 4 * num_state_columns(spec.optimizer.kind, spec.dim) + _STEP_BYTES + _VISIT_BYTES
+        self.hot_row_bytes = 4 * spec.dim + self.state_bytes_per_row
+        max_slots = min(budget.limit_bytes // self.hot_row_bytes + 1, 2**31 - 1)
+        self.index = Index(num_buckets)
+        self.slots = Slots(max_slots)
+        self.hot = backend.hot_rows(spec.dim, spec.optimizer, max_slots)
+        self.last_step = ReservedArray(max_slots, 1, np.int32)
+        self.visits = ReservedArray(max_slots, 1, np.uint8)
+        self.segments = SegmentSet(
+            data_dir / "segments" / _folder_name(spec.name),
+            spec.name,
+            frozen_row_bytes(spec.dim, spec.policy.frozen_bits),
+            num_buckets,
+            dim=spec.dim,
+            bits=spec.policy.frozen_bits,
+            executor=writer,
+            on_event=on_event,
+        )
+        self.sketch = Sketch() if spec.policy.min_count > 1 else None
+        self.frostline: Frostline | None = None
+        self.rows_frozen = self.rows_ignored = self.rows_unfreezable = self.rows_default_reads = 0
+        self.moves_frozen = self.moves_thawed = 0
+        self._default = CpuHotRows(spec.dim, spec.optimizer, 1)
+        state = np.full((1, self._default.num_state_columns), initial_state(spec.optimizer), np.float32)
+        self._default.write(np.zeros(1, np.int32), np.zeros((1, spec.dim), np.float32), state)
+        self._budget = budget
+        self.on_event = on_event
+        self._is_at_limit = False
+        self._compaction_bucket = 0
+        self._num_rebases = 0
+        self._cold_step, self._cold_ids = -1, np.empty(0, np.int64)
+        self._seed = table_seed(spec)
+        self._record_memory()
+
+    # Pull and look-up ---------------------------------------------------------------------------------------------
+
+    def pull(self, row_ids: np.ndarray, step: int, wire_dtype: WireDtype, *, several_workers: bool) -> Rows:
+        """Training read: counts the visit, admits new rows, thaws (policy idle). int64[n] -> Rows in that order."""
+        entries, locations, missing, frozen = self.index.locate(row_ids)
+        self.move_origin_of_heat(step)
+        cold = self._first_cold_visits(row_ids, entries, locations, step, several_workers and missing + frozen > 0)
+        counted = np.empty(row_ids.shape[0], np.bool_)
+        visit_rows(
+            entries, locations, self.last_step.array.reshape(-1), self.visits.array.reshape(-1), step, cold, counted
+        )
+        self._bump_heat(entries, counted, step)
+        thaws = frozen > 0 and self.spec.policy.kind == "idle"
+        if thaws:
+            self._thaw_visited(row_ids, entries, locations, step)
+        if missing:
+            self._admit(row_ids[entries == 0], cold[entries == 0], step)
+        if thaws or missing:
+            self._record_memory()
+            entries, locations, missing, _ = self.index.locate(row_ids)
+        self.rows_default_reads += missing
+        return self._read(row_ids, entries, locations, wire_dtype, reads_default=True)
+
+    def reread(self, row_ids: np.ndarray, wire_dtype: WireDtype) -> Rows:
+        """What `pull` returned, for a repeated Pull: no effect on anything."""
+        entries, locations, _, _ = self.index.locate(row_ids)
+        return self._read(row_ids, entries, locations, wire_dtype, reads_default=True)
+
+    def lookup(self, row_ids: np.ndarray, wire_dtype: WireDtype) -> Rows:
+        """Read that is no visit. Unknown row_ids: the default row if min_count > 1, else zeros."""
+        entries, locations, _, _ = self.index.locate(row_ids)
+        return self._read(row_ids, entries, locations, wire_dtype, reads_default=self.spec.policy.min_count > 1)
+
+    def _read(
+        self,
+        row_ids: np.ndarray,
+        entries: np.ndarray,
+        locations: np.ndarray,
+        wire_dtype: WireDtype,
+        *,
+        reads_default: bool,
+    ) -> Rows:
+        n, dim = row_ids.shape[0], self.spec.dim
+        values = np.empty((n, dim), WIRE_NUMPY[wire_dtype])
+        flags = np.empty(n, np.uint8)
+        slots, positions = np.empty(n, np.int32), np.empty(n, np.int32)
+        hot, frozen, initial, missing = split_by_state(entries, locations, flags, slots, positions)
+        if hot:
+            self.hot.gather(slots[:hot], values, positions[:hot], wire_dtype)
+        if frozen:
+            at = positions[hot : hot + frozen]
+            addresses = self.segments.addresses(locations[at])
+            gather_frozen(addresses, self.spec.policy.frozen_bits, dim, wire_view(values), at, MODES[wire_dtype])
+        if initial:
+            at = positions[hot + frozen : hot + frozen + initial]
+            spec = self.spec
+            start = initial_values(row_ids[at], self._seed, dim, spec.init_min, spec.init_max)
+            values[at] = from_float32(start, wire_dtype)
+        if missing:
+            at = positions[n - missing :]
+            if reads_default:
+                values[at] = from_float32(self._default.read(np.zeros(1, np.int32))[0], wire_dtype)
+            else:
+                values[at], flags[at] = 0, 0
+        return Rows(values, flags)
+
+    # Push -----------------------------------------------------------------------------------------------------------
+
+    def check_gradients(
+        self, row_ids: np.ndarray, values: np.ndarray, wire_dtype: WireDtype, default_gradient: np.ndarray | None
+    ) -> None:
+        """InvalidInput if a gradient is not finite or does not fit. Changes nothing."""
+        name, dim = self.spec.name, self.spec.dim
+        if values.ndim != 2 or values.shape != (row_ids.shape[0], dim):
+            raise InvalidInput(
+                f"table {name!r}: gradients of shape {list(values.shape)} do not fit {row_ids.shape[0]} row_ids of dim {dim};"
+                f" send one row of {dim} values per row_id"
+            )
+        bad = all_finite(wire_view(values), MODES[wire_dtype])
+        if bad >= 0:
+            raise InvalidInput(
+                f"table {name!r}: the gradient of row_id {int(row_ids[bad // dim])} (position {bad // dim}, column {bad % dim})"
+                " is not finite; nothing of this push was applied. Check the loss, lower the learning rate or clip"
+            )
+        if default_gradient is None:
+            return
+        if default_gradient.shape != (dim,):
+            raise InvalidInput(
+                f"table {name!r}: default_gradient has shape {list(default_gradient.shape)}; it must have {dim} values"
+            )
+        if not np.isfinite(default_gradient).all():
+            raise InvalidInput(
+                f"table {name!r}: the default row's gradient is not finite; nothing of this push was applied"
+            )
+
+    def apply(
+        self,
+        row_ids: np.ndarray,
+        values: np.ndarray,
+        wire_dtype: WireDtype,
+        *,
+        scale: float,
+        learning_rate: float,
+        step: int,
+    ) -> tuple[int, int]:
+        """One optimizer step for the rows that are hot. Returns (applied, ignored); a repeated row_id is summed first."""
+        if has_duplicates(row_ids):
+            row_ids, values = sum_by_row(row_ids, [(values, wire_dtype)], self.spec.dim)
+            wire_dtype = "float32"
+        n = row_ids.shape[0]
+        entries, locations, _, _ = self.index.locate(row_ids)
+        slots = np.empty(n, np.int32)
+        ignored = hot_slots(entries, locations, slots)
+        self.hot.apply(slots, values, np.arange(n, dtype=np.int32), wire_dtype, scale, learning_rate, step)
+        self.rows_ignored += ignored
+        return n - ignored, ignored
+
+    def apply_default(self, gradient: np.ndarray, *, scale: float, learning_rate: float, step: int) -> None:
+        """One optimizer step for the default row; gradient float32[D]."""
+        zero = np.zeros(1, np.int32)
+        rows = np.ascontiguousarray(gradient[None, :], np.float32)
+        self._default.apply(zero, rows, zero, "float32", scale, learning_rate, step)
+
+    # What moves rows ----------------------------------------------------------------------------------------------
+
+    def take_slots(self, n: int, step: int) -> np.ndarray:
+        """Up to n free hot slots, int32. At the memory limit the coldest rows freeze to make room; fewer if none can."""
+        slots = self.slots.take_free(n)
+        short = n - slots.shape[0]
+        if not short:
+            return slots
+        grant = min(short, self._budget.free_bytes // self.hot_row_bytes)
+        if grant < short:
+            freeze_coldest(self, short - grant, step)
+            slots = np.concatenate([slots, self.slots.take_free(short - grant)])
+        if grant:
+            slots = np.concatenate([slots, self.slots.grow(grant)])
+        self._note_limit(n - slots.shape[0])
+        self._record_memory()
+        return slots
+
+    def _admit(self, row_ids: np.ndarray, first_visit: np.ndarray, step: int) -> None:
+        """Gives a row to each ID that has earned one; the others go on reading the default row."""
+        policy = self.spec.policy
+        if self.sketch is not None:
+            row_ids = row_ids[self.sketch.visit(row_ids, first_visit) >= policy.min_count]
+        above = self._enters_hot(row_ids, step)
+        slots = self.take_slots(int(above.sum()), step)
+        if slots.shape[0] < above.sum():
+            dropped = np.flatnonzero(above)[slots.shape[0] :]
+            row_ids, above = np.delete(row_ids, dropped), np.delete(above, dropped)
+        self._insert(row_ids[above], slots, step)
+        below = row_ids[~above]
+        if below.shape[0]:
+            entries, _, used = self.index.insert(below, np.full(below.shape[0], INITIAL))
+            self.rows_frozen += used
+            self._bump_heat(np.unique(entries), np.ones(used, np.bool_), step)
+
+    def _insert(self, row_ids: np.ndarray, slots: np.ndarray, step: int) -> None:
+        entries, locations, used = self.index.insert(row_ids, slots.astype(np.uint32))
+        taken = locations.astype(np.int32)
+        self.hot.initialise(taken, row_ids, self.spec)
+        self.last_step.array[taken, 0] = step
+        self.visits.array[taken, 0] = self.spec.policy.min_count
+        if used < slots.shape[0]:  # the caller repeated an ID
+            self.slots.give_back(slots[used:])
+            entries = np.unique(entries)
+        self._bump_heat(entries, np.ones(entries.shape[0], np.bool_), step)
+
+    def _enters_hot(self, row_ids: np.ndarray, step: int) -> np.ndarray:
+        """bool[n]: a new row trains: always, unless a frostline stands, there is no probation, and it lies below."""
+        policy = self.spec.policy
+        if self.frostline is None or policy.kind != "topk" or policy.probation_visits:
+            return np.ones(row_ids.shape[0], np.bool_)
+        code = np.full(row_ids.shape[0], heat.now_code(step, policy.half_life_steps), np.uint16)
+        return is_above(self.frostline, rank_bins(policy, row_ids, code), row_ids)
+
+    def _thaw_visited(self, row_ids: np.ndarray, entries: np.ndarray, locations: np.ndarray, step: int) -> None:
+        at = np.flatnonzero((entries != 0) & ((locations & FROZEN_BIT) != 0))
+        _, first = np.unique(entries[at], return_index=True)
+        at = at[first]
+        thawed = at[: thaw(self, entries[at], locations[at], row_ids[at], step)]
+        slots = self.index.locate(row_ids[thawed])[1]
+        self.visits.array[slots, 0] = np.minimum(254, self.visits.array[slots, 0]) + 1
+
+    def _first_cold_visits(
+        self, row_ids: np.ndarray, entries: np.ndarray, locations: np.ndarray, step: int, several: bool
+    ) -> np.ndarray:
+        """bool[n]: no earlier Pull of this step named the row. Only rows without a last_step need the list kept here."""
+        if not several:
+            return np.ones(row_ids.shape[0], np.bool_)
+        if step != self._cold_step:
+            self._cold_step, self._cold_ids = step, np.empty(0, np.int64)
+        first = ~np.isin(row_ids, self._cold_ids)
+        cold = (entries == 0) | ((locations & FROZEN_BIT) != 0)
+        self._cold_ids = np.concatenate([self._cold_ids, row_ids[cold & first]])
+        return first
+
+    # Heat, memory, statistics ---------------------------------------------------------------------------------------
+
+    def _bump_heat(self, entries: np.ndarray, counted: np.ndarray, step: int) -> None:
+        if self.spec.policy.kind != "off":  # nothing reads it there
+            now = heat.now_code(step, self.spec.policy.half_life_steps)
+            self.index.bump_heat(entries, counted, now, step, heat.LOG_TABLE)
+
+    def move_origin_of_heat(self, step: int) -> None:
+        times = heat.num_rebases(step, self.spec.policy.half_life_steps) - self._num_rebases
+        if times > 0:
+            self.index.lower_heat(int(heat.CODES_PER_REBASE) * times)
+            self._num_rebases += times
+
+    def _note_limit(self, missing_slots: int) -> None:
+        if missing_slots and not self._is_at_limit:
+            self.on_event(
+                f"table {self.spec.name!r}: the shard is at memory_limit_bytes={self._budget.limit_bytes} and nothing can freeze;"
+                " new IDs read the default row. Raise the limit, add shards, or set a policy that freezes"
+            )
+        self._is_at_limit = missing_slots > 0
+
+    def _record_memory(self) -> None:
+        held = self.slots.high_water * self.hot_row_bytes + self.index.size_bytes + self.segments.bytes_in_memory
+        self._budget.record(self.spec.name, held + (self.sketch.size_bytes if self.sketch else 0))
+
+    def probation_mask(self, locations: np.ndarray) -> np.ndarray:
+        """bool[n]: hot rows that have not yet had probation_visits visits; policy topk only."""
+        if self.spec.policy.kind != "topk":
+            return np.zeros(locations.shape[0], np.bool_)
+        on = (locations & FROZEN_BIT) == 0
+        on[on] = self.visits.array[locations[on], 0] < self.spec.policy.probation_visits
+        return on
+
+    # Background work ------------------------------------------------------------------------------------------------
+
+    def begin_compaction(self) -> None:
+        """Starts to give the tail of the hot rows back if enough slots are free; `maintain` does it in slices."""
+        if self.slots.num_free > self.slots.high_water * _COMPACT_ABOVE and self.slots.target is None:
+            self.slots.begin_compaction()
+            self._compaction_bucket = 0
+
+    def maintain(self) -> bool:
+        """One bounded slice of compaction, segment writing or merging. True if more is waiting."""
+        if self.slots.target is not None:
+            self._compact_slice()
+        elif self.segments.write_pending():
+            self._record_memory()
+        elif self.segments.needs_merge():
+            self.segments.merge_slice(self._is_live, self._moved)
+            self._record_memory()
+        else:
+            return False
+        return True
+
+    def _compact_slice(self) -> None:
+        """Moves the rows of some buckets out of slots at or above the target; entries flip after their row moved."""
+        assert self.slots.target is not None
+        target, first = self.slots.target, self._compaction_bucket
+        last = min(self.index.num_buckets, first + max(1, self.index.num_buckets // _COMPACTION_SLICES))
+        entries = self.index.scan(first, last)
+        at = np.flatnonzero(((entries.locations & FROZEN_BIT) == 0) & (entries.locations >= target))
+        holes = self.slots.take_free(at.shape[0])
+        if holes.shape[0] < at.shape[0]:  # rows arrived meanwhile: the target is too low now
+            self.slots.give_back(holes)
+            self.slots.end_compaction(finished=False)
+            return
+        slots = entries.locations[at].astype(np.int32)
+        self.hot.move(slots, holes)
+        self.last_step.array[holes] = self.last_step.array[slots]
+        self.visits.array[holes] = self.visits.array[slots]
+        self.index.set_locations(entries.addresses[at], holes.astype(np.uint32))
+        self._compaction_bucket = last
+        if last == self.index.num_buckets:
+            self.slots.end_compaction(finished=True)
+            for part in (self.hot, self.last_step, self.visits):
+                part.release(self.slots.high_water)
+            self._record_memory()
+
+    def _is_live(self, row_ids: np.ndarray, locations: np.ndarray) -> np.ndarray:
+        entries, now, _, _ = self.index.locate(row_ids)
+        return (entries != 0) & (now == locations)
+
+    def _moved(self, row_ids: np.ndarray, old_locations: np.ndarray, new_locations: np.ndarray) -> None:
+        self.index.set_locations(self.index.locate(row_ids)[0], new_locations)
+
+    def stats(self) -> TableStats:
+        rows_probation = 0
+        if self.spec.policy.kind == "topk":
+            rows_probation = int(self.probation_mask(self.index.scan(0, self.index.num_buckets).locations).sum())
+        high_water = self.slots.high_water
+        heat_bytes = self.index.num_slots * HEAT_BYTES
+        return TableStats(
+            rows_hot=len(self.index) - self.rows_frozen,
+            rows_frozen=self.rows_frozen,
+            rows_probation=rows_probation,
+            rows_unfreezable=self.rows_unfreezable,
+            rows_default_reads=self.rows_default_reads,
+            rows_ignored=self.rows_ignored,
+            bytes_hot=self.hot.bytes_weights(high_water),
+            bytes_state=self.hot.bytes_state(high_water)
+            + self.last_step.committed_bytes(high_water)
+            + self.visits.committed_bytes(high_water),
+            bytes_frozen=self.segments.bytes_used,
+            bytes_index=self.index.num_slots * BYTES_PER_SLOT - heat_bytes,
+            bytes_heat=heat_bytes + (self.sketch.size_bytes if self.sketch else 0),
+            moves_frozen=self.moves_frozen,
+            moves_thawed=self.moves_thawed,
+        )
+
+    def close(self) -> None:
+        self.hot.close()
+        self._default.close()
+        self.last_step.close()
+        self.visits.close()
+        self.segments.close()
+
+
+def _folder_name(table: str) -> str:
+    """A file name that is safe for any table name, and still tells people which table it is."""
+    digest = hashlib.blake2b(table.encode("utf-8"), digest_size=8).hexdigest()
+    return f"{re.sub(r'[^A-Za-z0-9_-]', '_', table)[:40]}-{digest}"
+
+
+def sum_by_row(
+    row_ids: np.ndarray, values: list[tuple[np.ndarray, WireDtype]], dim: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sums gradients of repeated row_ids in order: int64[n] and chunks of [n_k, D] -> int64[u], float32[u, D]."""
+    unique, inverse = np.unique(row_ids, return_inverse=True)
+    out = np.zeros((unique.shape[0], dim), np.float32)
+    start = 0
+    for chunk, dtype in values:
+        add_by_inverse(wire_view(chunk), MODES[dtype], inverse[start : start + chunk.shape[0]], out)
+        start += chunk.shape[0]
+    return unique, out

@@ -1,1 +1,0 @@
-"""Generated code of the API; see proto/frostline/v1/embedding.proto."""
