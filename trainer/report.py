@@ -1,0 +1,256 @@
+"""What a training run shows and leaves behind: progress, the final table, summary.json.
+
+    Progress      one report of a running arm, sent from worker 0 to whoever shows it
+    ArmSummary    the figures of a finished arm; its fields are the keys of summary.json
+    ProgressShow  a bar on a terminal, one plain line every few seconds without one
+
+Importing this module imports neither torch nor numba.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+
+from embedding_server.store import TableStats, WireStats
+
+#: of the classic recipe "train only the most frequent 40% of rows", printed beside arm `topk`
+PUBLISHED_CLAIM = "published for the top-40% recipe: memory -58%, speed 1.88x, AUC -0.6%"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a running arm stands. loss, ne and auc are those of the last few thousand training samples, each scored
+    before it was trained on; nan before there are enough of them."""
+
+    arm: str
+    step: int
+    total_steps: int | None
+    samples_per_s: float
+    loss: float
+    ne: float
+    auc: float
+    phase: str = "train"
+
+
+@dataclass(frozen=True, slots=True)
+class ArmSummary:
+    """One arm of summary.json. Bytes are of all shards; bytes_pulled, bytes_pushed and rows_pushed of all workers.
+
+    samples_per_s counts the training alone; wall_s the training and the evaluations, without starting processes.
+    Test metrics are None when the data has no test samples.
+    """
+
+    test_auc: float | None
+    test_logloss: float | None
+    test_ne: float | None
+    bytes_total: int
+    bytes_hot: int
+    bytes_state: int
+    bytes_frozen: int
+    bytes_index: int
+    bytes_heat: int
+    rows_hot: int
+    rows_frozen: int
+    rows_probation: int
+    bytes_pulled: int
+    bytes_pushed: int
+    rows_pushed: int
+    samples_per_s: float
+    wall_s: float
+
+
+def summarise_arm(
+    rows: TableStats, wire: WireStats, test: Mapping[str, float] | None, num_samples: int, train_s: float, wall_s: float
+) -> ArmSummary:
+    """`test`: {"auc", "logloss", "ne"} of the test split, or None."""
+    metrics = {key: _finite(test[key]) if test else None for key in ("auc", "logloss", "ne")}
+    return ArmSummary(
+        test_auc=metrics["auc"],
+        test_logloss=metrics["logloss"],
+        test_ne=metrics["ne"],
+        bytes_total=rows.bytes_total,
+        bytes_hot=rows.bytes_hot,
+        bytes_state=rows.bytes_state,
+        bytes_frozen=rows.bytes_frozen,
+        bytes_index=rows.bytes_index,
+        bytes_heat=rows.bytes_heat,
+        rows_hot=rows.rows_hot,
+        rows_frozen=rows.rows_frozen,
+        rows_probation=rows.rows_probation,
+        bytes_pulled=wire.bytes_pulled,
+        bytes_pushed=wire.bytes_pushed,
+        rows_pushed=wire.rows_pushed,
+        samples_per_s=round(num_samples / train_s, 1) if train_s > 0 else 0.0,
+        wall_s=round(wall_s, 3),
+    )
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Writes by temporary name and rename, so that a reader never sees half a file. nan is refused: it is not JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(document, file, indent=2, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def write_summary(path: Path, arms: Mapping[str, ArmSummary]) -> None:
+    write_json(path, {arm: asdict(summary) for arm, summary in arms.items()})
+
+
+class ProgressShow:
+    """Shows Progress reports: a rich bar on a terminal, else a line at most every `log_every_s` seconds.
+
+    Thread safety: one thread at a time. Use as a context manager; `update` outside of it prints lines.
+    """
+
+    def __init__(self, console: Console, log_every_s: float) -> None:
+        self._console = console
+        self._log_every_s = log_every_s
+        self._last_line_s = -math.inf
+        self._last_shown: Progress | None = None
+        self._bar: RichProgress | None = None
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> ProgressShow:
+        if self._console.is_terminal:
+            self._bar = RichProgress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[figures]}"),
+                console=self._console,
+            )
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def say(self, text: str) -> None:
+        """A line that stays, above the bar."""
+        (self._bar.console if self._bar else self._console).print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def update(self, progress: Progress) -> None:
+        if self._bar is not None:
+            self._update_bar(self._bar, progress)
+            return
+        now = time.monotonic()
+        is_last = progress.step == progress.total_steps
+        if progress != self._last_shown and (is_last or now - self._last_line_s >= self._log_every_s):
+            self._last_line_s, self._last_shown = now, progress
+            of = f"/{progress.total_steps}" if progress.total_steps else ""
+            self.say(f"{progress.arm}: {progress.phase}, step {progress.step}{of}, {figures(progress)}")
+
+    def _update_bar(self, bar: RichProgress, progress: Progress) -> None:
+        task = self._tasks.get(progress.arm)
+        if task is None:
+            task = self._tasks[progress.arm] = bar.add_task(progress.arm, total=progress.total_steps, figures="")
+        bar.update(task, completed=progress.step, total=progress.total_steps, figures=figures(progress))
+
+
+def figures(progress: Progress) -> str:
+    return (
+        f"{progress.samples_per_s:,.0f} samples/s, loss {progress.loss:.4f}, NE {progress.ne:.4f}, "
+        f"AUC {progress.auc:.4f}"
+    )
+
+
+def final_table(arms: Mapping[str, ArmSummary]) -> Table:
+    """One column per arm, and from the second arm on what it is against the first."""
+    table = Table(title="test metrics, resident embedding bytes, rows and traffic", title_justify="left")
+    table.add_column("")
+    first = next(iter(arms.values()))
+    for arm in arms:
+        table.add_column(arm, justify="right")
+    for label, field, kind in _LINES:
+        cells = [
+            _cell(getattr(summary, field), getattr(first, field), kind, summary is first) for summary in arms.values()
+        ]
+        table.add_row(label, *cells, end_section=field in _SECTION_ENDS)
+    return table
+
+
+_LINES = (
+    ("test AUC", "test_auc", "metric"),
+    ("test logloss", "test_logloss", "metric"),
+    ("test NE", "test_ne", "metric"),
+    ("bytes, total", "bytes_total", "bytes"),
+    ("  hot weights", "bytes_hot", "bytes"),
+    ("  optimizer state", "bytes_state", "bytes"),
+    ("  frozen", "bytes_frozen", "bytes"),
+    ("  index", "bytes_index", "bytes"),
+    ("  heat", "bytes_heat", "bytes"),
+    ("rows hot", "rows_hot", "count"),
+    ("  of them in probation", "rows_probation", "count"),
+    ("rows frozen", "rows_frozen", "count"),
+    ("bytes pulled", "bytes_pulled", "bytes"),
+    ("bytes pushed", "bytes_pushed", "bytes"),
+    ("gradient rows sent", "rows_pushed", "count"),
+    ("samples/s", "samples_per_s", "count"),
+    ("seconds", "wall_s", "seconds"),
+)
+_SECTION_ENDS = ("test_ne", "bytes_heat", "rows_frozen", "rows_pushed")
+
+
+def claim_lines(arms: Mapping[str, ArmSummary], name: str = "topk") -> list[str]:
+    """Our figures for the top-k recipe beside the published ones; empty without another arm to compare with."""
+    if name not in arms or next(iter(arms)) == name:
+        return []
+    base, ours = next(iter(arms.values())), arms[name]
+    parts = []
+    if base.bytes_total:
+        parts.append(f"memory {ours.bytes_total / base.bytes_total - 1:+.0%}")
+    if base.samples_per_s:
+        parts.append(f"speed {ours.samples_per_s / base.samples_per_s:.2f}x")
+    if base.test_auc and ours.test_auc:
+        parts.append(f"AUC {ours.test_auc / base.test_auc - 1:+.1%}")
+    return [f"{name} here: {', '.join(parts)}", PUBLISHED_CLAIM]
+
+
+def bias_only_line(metrics: Mapping[str, float]) -> str:
+    """`metrics`: of the bias-only logistic regression on the test split."""
+    return (
+        "bias-only logistic regression on the same split: "
+        f"test AUC {metrics['auc']:.4f}, logloss {metrics['logloss']:.4f}, NE {metrics['ne']:.4f}"
+    )
+
+
+def _cell(value: float | None, first: float | None, kind: str, is_first: bool) -> str:
+    if value is None:
+        return "-"
+    if kind == "metric":
+        against = "" if is_first or first is None else f" ({value - first:+.4f})"
+        return f"{value:.4f}{against}"
+    text = {"bytes": _bytes_text, "count": lambda v: f"{v:,.0f}", "seconds": lambda v: f"{v:.1f}"}[kind](value)
+    against = "" if is_first or not first else f" ({value / first - 1:+.0%})"
+    return f"{text}{against}"
+
+
+def _bytes_text(value: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= scale:
+            return f"{value / scale:,.2f} {unit}"
+    return f"{value:.0f} B"
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
