@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
+from embedding_server.kernels import cpu
 from embedding_server.kernels.wire import MODES, wire_view
 from embedding_server.optimizers import adam_step_size, initial_state, num_state_columns, table_seed
 from embedding_server.reserved import ReservedArray
@@ -59,7 +60,7 @@ class HotRows(ABC):
 
     @abstractmethod
     def initialise(self, slots: np.ndarray, row_ids: np.ndarray, spec: TableSpec) -> None:
-        """Makes slots[i] the new row of row_ids[i] of table `spec`: its initial values and initial accumulator."""
+        """Makes slots[i] (none is -1) the new row of row_ids[i] of `spec`: initial values, initial accumulator."""
 
     @abstractmethod
     def read(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -126,8 +127,6 @@ class CpuHotRows(ReservedHotRows):
     """Numba kernels (kernels/cpu.py)."""
 
     def gather(self, slots: np.ndarray, out: np.ndarray, positions: np.ndarray, wire_dtype: str) -> None:
-        from embedding_server.kernels import cpu
-
         cpu.gather(self._weights.array, slots, wire_view(out), positions, MODES[wire_dtype])
 
     def apply(
@@ -140,8 +139,6 @@ class CpuHotRows(ReservedHotRows):
         learning_rate: float,
         step: int,
     ) -> None:
-        from embedding_server.kernels import cpu
-
         f32 = np.float32
         optimizer, weights, state = self.optimizer, self._weights.array, self._state.array
         rows = (slots, wire_view(gradients), positions, MODES[wire_dtype], f32(scale))
@@ -158,8 +155,6 @@ class CpuHotRows(ReservedHotRows):
                 cpu.apply_adam(weights, state, *rows, step_size, eps, f32(optimizer.beta1), f32(optimizer.beta2))
 
     def initialise(self, slots: np.ndarray, row_ids: np.ndarray, spec: TableSpec) -> None:
-        from embedding_server.kernels import cpu
-
         seed, value_range = np.uint64(table_seed(spec)), cpu.initial_range(spec.init_min, spec.init_max)
         cpu.fill_initial(row_ids, seed, *value_range, self._weights.array, slots)
         self._state.array[slots] = initial_state(self.optimizer)

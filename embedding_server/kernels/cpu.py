@@ -49,14 +49,14 @@ class Kernel:
     registry: list[Kernel] = []
 
     def __init__(self, function: Callable[..., Any], signatures: list[Any]) -> None:
-        self._function, self._signatures = function, signatures
+        self._function, self.signatures = function, signatures
         self._compiled: Callable[..., Any] | None = None
         self.__doc__ = function.__doc__
         Kernel.registry.append(self)
 
     def compile(self) -> Callable[..., Any]:
         if self._compiled is None:
-            self._compiled = njit(self._signatures, nogil=True, cache=True, error_model="numpy")(self._function)
+            self._compiled = njit(self.signatures, nogil=True, cache=True, error_model="numpy")(self._function)
         return self._compiled
 
     def __call__(self, *args: Any) -> Any:
@@ -177,10 +177,7 @@ def apply_rowwise_adagrad(weights, state, slots, gradients, positions, mode, sca
 
 
 @_kernel(
-    *[
-        types.void(_F32_ROWS, _F32_ROWS, _INDEX, wire, _INDEX, _I64, _F32, _F32, _F32, _F32, _F32)
-        for wire in _WIRE_IN
-    ]
+    *[types.void(_F32_ROWS, _F32_ROWS, _INDEX, wire, _INDEX, _I64, _F32, _F32, _F32, _F32, _F32) for wire in _WIRE_IN]
 )
 def apply_adam(weights, state, slots, gradients, positions, mode, scale, step_size, eps, beta1, beta2):
     """State: D columns of the first moment, then D of the second. step_size holds the bias corrections."""

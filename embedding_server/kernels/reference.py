@@ -1,0 +1,116 @@
+"""The row kernels once more, in plain torch: one operation after another, the oracle for cpu.py and fbgemm.py.
+
+Arguments and shapes as in cpu.py, except that wire arrays come with the name of their dtype and frozen rows as
+uint8[n, row_bytes] instead of addresses. Arrays in and out are numpy; slots here are never -1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from embedding_server.kernels.hashing import hash_row_ids
+from embedding_server.optimizers import adam_step_size
+from embedding_server.spec import OptimizerSpec
+
+_TORCH_WIRE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_FBGEMM_EPSILON = 1e-8
+
+
+def to_tensor(values: np.ndarray, wire_dtype: str) -> torch.Tensor:
+    """Wire values -> float32 tensor of the same shape, a copy (torch takes no read-only or unaligned memory)."""
+    carrier = np.int16 if values.dtype.itemsize == 2 else np.float32
+    return torch.from_numpy(values.copy().view(carrier)).view(_TORCH_WIRE[wire_dtype]).float()
+
+
+def to_wire(values: torch.Tensor, wire_dtype: str, numpy_dtype: np.dtype) -> np.ndarray:
+    """float32 tensor -> wire values held in `numpy_dtype` (store.WIRE_NUMPY)."""
+    converted = values.to(_TORCH_WIRE[wire_dtype])
+    carrier = torch.int16 if converted.element_size() == 2 else torch.float32
+    return converted.view(carrier).numpy().view(numpy_dtype)
+
+
+def gather(weights: np.ndarray, slots: np.ndarray, out: np.ndarray, positions: np.ndarray, wire_dtype: str) -> None:
+    is_hot = slots >= 0
+    rows = torch.from_numpy(weights[slots[is_hot]])
+    out[positions[is_hot]] = to_wire(rows, wire_dtype, out.dtype)
+
+
+def scaled_gradients(gradients: np.ndarray, positions: np.ndarray, wire_dtype: str, scale: float) -> torch.Tensor:
+    """float32[n, D]: gradients[positions] * scale."""
+    return to_tensor(gradients[positions], wire_dtype) * np.float32(scale)
+
+
+def apply(
+    optimizer: OptimizerSpec,
+    weights: np.ndarray,
+    state: np.ndarray,
+    gradients: torch.Tensor,
+    learning_rate: float,
+    step: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """One step of the formulas in optimizers.py: float32[n, D], [n, C] and [n, D] -> new weights and state."""
+    w, h, g = torch.from_numpy(weights), torch.from_numpy(state), gradients
+    match optimizer.kind:
+        case "sgd":
+            w = w - learning_rate * g
+        case "adagrad":
+            h = h + g * g
+            w = w - learning_rate * g / (h.sqrt() + optimizer.eps)
+        case "rowwise_adagrad":
+            h = h + (g * g).mean(dim=1, keepdim=True)
+            w = w - learning_rate / (h.sqrt() + optimizer.eps) * g
+        case "adam":
+            m, v = h.chunk(2, dim=1)
+            m = optimizer.beta1 * m + (1.0 - optimizer.beta1) * g
+            v = optimizer.beta2 * v + (1.0 - optimizer.beta2) * g * g
+            w = w - adam_step_size(optimizer, learning_rate, step) * m / (v.sqrt() + optimizer.eps)
+            h = torch.cat([m, v], dim=1)
+    return w.numpy(), h.numpy()
+
+
+def initial_values(row_ids: np.ndarray, seed: int, dim: int, low: float, high: float) -> np.ndarray:
+    """int64[n] -> float32[n, dim]; torch has no uint64 arithmetic, so this one is numpy."""
+    with np.errstate(over="ignore"):
+        golden = np.uint64(0x9E3779B97F4A7C15)
+        base = (hash_row_ids(row_ids) ^ np.uint64(seed))[:, None]
+        # hash_row_ids adds the golden ratio and mixes, which is one output of SplitMix64; the d-th is base + d golden
+        counters = base + np.arange(dim, dtype=np.uint64) * golden
+        bits = hash_row_ids(counters.reshape(-1).view(np.int64)).reshape(len(row_ids), dim)
+    unit = (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+    first = np.float32(low)
+    highest = max(first, np.nextafter(np.float32(high), np.float32(-np.inf))) if high > low else first
+    return np.minimum(first + (np.float32(high) - first) * unit, highest)
+
+
+def quantize_8bit(weights: np.ndarray) -> np.ndarray:
+    """float32[n, D] -> uint8[n, D+8]: codes, float32 scale, float32 bias."""
+    w = torch.from_numpy(weights)
+    low, high = w.amin(dim=1, keepdim=True), w.amax(dim=1, keepdim=True)
+    span = high - low
+    # torch computes number / tensor as a reciprocal and a product, rounded twice; tensor / tensor is a division
+    inverse = torch.full_like(span, 255.0) / (span + _FBGEMM_EPSILON)
+    codes = ((w - low) * inverse).round().to(torch.uint8)
+    scale_and_bias = torch.cat([span / 255.0, low], dim=1).numpy().view(np.uint8)
+    return np.concatenate([codes.numpy(), scale_and_bias], axis=1)
+
+
+def read_frozen(rows: np.ndarray, bits: int, dim: int) -> np.ndarray:
+    """uint8[n, row_bytes] -> float32[n, dim]."""
+    if bits == 32:
+        return rows.copy().view(np.float32)
+    scale, bias = torch.from_numpy(rows[:, dim:].copy().view(np.float32)).double().chunk(2, dim=1)
+    # double holds code * scale exactly, so that the sum is rounded once: what a fused multiply-add gives
+    return (torch.from_numpy(rows[:, :dim].copy()).double() * scale + bias).float().numpy()
+
+
+def all_finite(values: np.ndarray, wire_dtype: str) -> int:
+    """Flat index of the first infinity or NaN, or -1."""
+    bad = torch.nonzero(~torch.isfinite(to_tensor(values, wire_dtype)).flatten())
+    return int(bad[0]) if len(bad) else -1
+
+
+def can_freeze(weights: np.ndarray) -> np.ndarray:
+    """float32[n, D] -> bool[n]: the row and its range are finite."""
+    w = torch.from_numpy(weights)
+    return (torch.isfinite(w).all(dim=1) & torch.isfinite(w.amax(dim=1) - w.amin(dim=1))).numpy()

@@ -1,0 +1,205 @@
+"""Every HotRows against the reference: reads, k optimizer steps in all wire dtypes, moves, releases, accounting."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from embedding_server.hot_rows import CpuHotRows, HotRows, ReferenceHotRows
+from embedding_server.kernels import cpu
+from embedding_server.kernels.wire import from_float32, to_float32
+from embedding_server.optimizers import initial_state
+from embedding_server.reserved import PAGE_BYTES
+from embedding_server.spec import OptimizerKind, OptimizerSpec, TableSpec
+from embedding_server.store import WIRE_NUMPY
+
+KINDS: tuple[OptimizerKind, ...] = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+WIRE_DTYPES = ("float32", "float16", "bfloat16")
+NUM_ROWS, DIM, STEPS, LEARNING_RATE = 60, 12, 20, 0.05
+
+
+def optimizer_spec(kind: OptimizerKind) -> OptimizerSpec:
+    return OptimizerSpec(kind=kind, eps=1e-6, beta1=0.8, beta2=0.95, initial_accumulator=0.1)
+
+
+def filled(rows: HotRows, weights: np.ndarray) -> HotRows:
+    state = np.full((len(weights), rows.num_state_columns), initial_state(rows.optimizer), np.float32)
+    rows.write(np.arange(len(weights), dtype=np.int32), weights, state)
+    return rows
+
+
+def random_weights(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).uniform(-1, 1, (NUM_ROWS, DIM)).astype(np.float32)
+
+
+def random_steps(wire_dtype: str) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """(slots int32 with some -1, gradients in the wire dtype, positions) of STEPS steps."""
+    rng = np.random.default_rng(1)
+    steps = []
+    for _ in range(STEPS):
+        slots = rng.permutation(NUM_ROWS)[:30].astype(np.int32)
+        slots[::8] = -1
+        gradients = from_float32(rng.standard_normal((40, DIM)).astype(np.float32), wire_dtype)
+        steps.append((slots, gradients, rng.permutation(40)[:30].astype(np.int32)))
+    return steps
+
+
+@pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_cpu_equals_the_reference_after_k_steps(kind: OptimizerKind, wire_dtype: str) -> None:
+    weights = random_weights()
+    ours = filled(CpuHotRows(DIM, optimizer_spec(kind), 1000), weights)
+    theirs = filled(ReferenceHotRows(DIM, optimizer_spec(kind), 1000), weights)
+    for step, (slots, gradients, positions) in enumerate(random_steps(wire_dtype), start=1):
+        for rows in (ours, theirs):
+            rows.apply(slots, gradients, positions, wire_dtype, 0.5, LEARNING_RATE, step)
+    slots = np.arange(NUM_ROWS, dtype=np.int32)
+    for one, other in zip(ours.read(slots), theirs.read(slots), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert np.abs(ours.read(slots)[0] - weights).max() > 0.05
+
+
+def torch_optimizer(kind: OptimizerKind, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
+    spec = optimizer_spec(kind)
+    match kind:
+        case "sgd":
+            return torch.optim.SGD([parameter], lr=LEARNING_RATE)
+        case "adagrad":
+            return torch.optim.Adagrad(
+                [parameter], lr=LEARNING_RATE, eps=spec.eps, initial_accumulator_value=spec.initial_accumulator
+            )
+        case "adam":
+            betas = (spec.beta1, spec.beta2)
+            return torch.optim.SparseAdam([parameter], lr=LEARNING_RATE, betas=betas, eps=spec.eps)
+    raise AssertionError(kind)
+
+
+@pytest.mark.parametrize("backend", [CpuHotRows, ReferenceHotRows])
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam"])
+def test_updates_equal_torch_optim(kind: OptimizerKind, backend: type[HotRows]) -> None:
+    weights = random_weights()
+    rows = filled(backend(DIM, optimizer_spec(kind), 1000), weights)
+    parameter = torch.nn.Parameter(torch.from_numpy(weights.copy()))
+    optimizer = torch_optimizer(kind, parameter)
+    for step, (slots, gradients, positions) in enumerate(random_steps("float32"), start=1):
+        rows.apply(slots, gradients, positions, "float32", 1.0, LEARNING_RATE, step)
+        is_hot = slots >= 0
+        touched, values = torch.from_numpy(slots[is_hot]).long(), torch.from_numpy(gradients[positions[is_hot]])
+        sparse = torch.sparse_coo_tensor(touched[None], values, parameter.shape, check_invariants=True)
+        parameter.grad = sparse.coalesce() if kind == "adam" else sparse.to_dense()
+        optimizer.step()
+    ours, _ = rows.read(np.arange(NUM_ROWS, dtype=np.int32))
+    np.testing.assert_allclose(ours, parameter.detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_rowwise_adagrad_is_its_formula() -> None:
+    rows = filled(CpuHotRows(4, optimizer_spec("rowwise_adagrad"), 10), np.ones((1, 4), np.float32))
+    slot = np.zeros(1, np.int32)
+    gradient = np.array([[1.0, 2.0, 3.0, 4.0]], np.float32)
+    rows.apply(slot, gradient, slot, "float32", 1.0, 0.5, 1)
+    weights, state = rows.read(slot)
+    h = 0.1 + (1 + 4 + 9 + 16) / 4
+    assert state[0, 0] == pytest.approx(h, rel=1e-6)
+    np.testing.assert_allclose(weights[0], 1 - 0.5 * gradient[0] / (h**0.5 + 1e-6), rtol=1e-6)
+
+
+@pytest.mark.parametrize("backend", [CpuHotRows, ReferenceHotRows])
+def test_sgd_on_integers_is_exact(backend: type[HotRows]) -> None:
+    rows = filled(backend(DIM, optimizer_spec("sgd"), 1000), np.zeros((NUM_ROWS, DIM), np.float32))
+    model = np.zeros((NUM_ROWS, DIM), np.int64)
+    rng = np.random.default_rng(3)
+    for step in range(1, 50):
+        slots = rng.permutation(NUM_ROWS)[:20].astype(np.int32)
+        gradients = rng.integers(-8, 9, (20, DIM))
+        wire_dtype = WIRE_DTYPES[step % 3]
+        sent = from_float32(gradients.astype(np.float32), wire_dtype)
+        rows.apply(slots, sent, np.arange(20, dtype=np.int32), wire_dtype, 1.0, 1.0, step)
+        model[slots] -= gradients
+    np.testing.assert_array_equal(rows.read(np.arange(NUM_ROWS, dtype=np.int32))[0], model)
+
+
+@pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
+@pytest.mark.parametrize("backend", [CpuHotRows, ReferenceHotRows])
+def test_gather_writes_only_its_positions(backend: type[HotRows], wire_dtype: str) -> None:
+    weights = random_weights()
+    rows = filled(backend(DIM, optimizer_spec("sgd"), 1000), weights)
+    out = np.full((6, DIM), 3, WIRE_NUMPY[wire_dtype])
+    rows.gather(np.array([5, -1, 7], np.int32), out, np.array([4, 0, 1], np.int32), wire_dtype)
+    np.testing.assert_array_equal(out[[4, 1]], from_float32(weights[[5, 7]], wire_dtype))
+    assert (out[[0, 2, 3, 5]] == 3).all()
+    assert to_float32(out, wire_dtype).shape == (6, DIM)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", [CpuHotRows, ReferenceHotRows])
+def test_a_new_row_has_its_own_initial_values_and_accumulator(backend: type[HotRows], kind: OptimizerKind) -> None:
+    spec = TableSpec(name="item", dim=DIM, optimizer=optimizer_spec(kind), init_min=-0.5, init_max=0.25, seed=9)
+    rows = backend(DIM, spec.optimizer, 100)
+    slots, row_ids = np.array([3, 0, 99], np.int32), np.array([-1, 2**62, 17], np.int64)
+    rows.write(slots, np.ones((3, DIM)), np.full((3, rows.num_state_columns), 9.0))  # what an earlier owner left
+    rows.initialise(slots, row_ids, spec)
+    weights, state = rows.read(slots)
+    assert weights.min() >= -0.5
+    assert weights.max() < 0.25
+    assert (state == np.float32(0.1 if kind in ("adagrad", "rowwise_adagrad") else 0.0)).all()
+    alone = backend(DIM, spec.optimizer, 100)
+    alone.initialise(np.zeros(1, np.int32), row_ids[2:], spec)
+    np.testing.assert_array_equal(alone.read(np.zeros(1, np.int32))[0][0], weights[2])
+    other = CpuHotRows(DIM, spec.optimizer, 100)
+    other.initialise(slots, row_ids, spec)
+    np.testing.assert_array_equal(other.read(slots)[0], weights)
+    other.initialise(slots, row_ids, spec.model_copy(update={"name": "user"}))
+    assert (other.read(slots)[0] != weights).mean() > 0.9
+
+
+@pytest.mark.parametrize("backend", [CpuHotRows, ReferenceHotRows])
+def test_move_release_and_accounting(backend: type[HotRows]) -> None:
+    weights = random_weights()
+    rows = filled(backend(DIM, optimizer_spec("adagrad"), 100_000), weights)
+    rows.move(np.array([50, 1], np.int32), np.array([1, 50], np.int32))
+    moved, state = rows.read(np.array([1, 50], np.int32))
+    np.testing.assert_array_equal(moved, weights[[50, 1]])
+    assert (state == np.float32(0.1)).all()
+    rows.release(10)
+    kept, _ = rows.read(np.arange(10, dtype=np.int32))
+    np.testing.assert_array_equal(kept[2:], weights[2:10])
+    assert not rows.read(np.arange(10, NUM_ROWS, dtype=np.int32))[0].any()
+    for slots in (0, 1, 10_000):
+        assert 0 <= rows.bytes_weights(slots) - slots * DIM * 4 < PAGE_BYTES
+        assert rows.bytes_state(slots) == rows.bytes_weights(slots)
+    assert backend(DIM, optimizer_spec("sgd"), 10).bytes_state(10) == 0
+    rows.close()
+
+
+def test_empty_calls_do_nothing() -> None:
+    rows = filled(CpuHotRows(DIM, optimizer_spec("adam"), 100), random_weights())
+    none = np.zeros(0, np.int32)
+    rows.apply(none, np.zeros((0, DIM), np.float32), none, "float32", 1.0, 0.1, 1)
+    rows.gather(none, np.zeros((0, DIM), np.float32), none, "float32")
+    rows.initialise(none, np.zeros(0, np.int64), TableSpec(name="t", dim=DIM))
+    weights, state = rows.read(none)
+    assert weights.shape == (0, DIM)
+    assert state.shape == (0, 2 * DIM)
+    np.testing.assert_array_equal(rows.read(np.arange(NUM_ROWS, dtype=np.int32))[0], random_weights())
+
+
+def test_a_cpu_shard_imports_no_torch() -> None:
+    program = (
+        "import sys, numpy as np\n"
+        "from embedding_server.kernels import choose_backend\n"
+        "from embedding_server.spec import OptimizerSpec\n"
+        "rows = choose_backend('cpu').hot_rows(4, OptimizerSpec(), 10)\n"
+        "slot = np.zeros(1, np.int32)\n"
+        "rows.apply(slot, np.ones((1, 4), np.float32), slot, 'float32', 1.0, 0.1, 1)\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert 'fbgemm_gpu' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+def test_the_kernels_have_no_second_type_for_any_wire_dtype() -> None:
+    assert {len(kernel.signatures) for kernel in cpu.Kernel.registry} <= {1, 2}
