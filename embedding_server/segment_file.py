@@ -92,7 +92,8 @@ def header_bytes(fmt: SegmentFormat, num_rows: int, frozen_step: int) -> bytes:
         end = start + size_of(dtype, shape)
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
         start = end
-    # block_crcs covers the header, whose length depends on the digits of its own entry: settle both.
+    # block_crcs covers the header, which names the number of blocks: more digits there can only ask for more blocks, so
+    # this ends.
     num_blocks = -1
     while True:
         text = json.dumps(entries, separators=(",", ":")).encode("ascii")
@@ -100,7 +101,7 @@ def header_bytes(fmt: SegmentFormat, num_rows: int, frozen_step: int) -> bytes:
         needed = -(-(8 + len(text) + start) // CRC_BLOCK_BYTES)
         if needed == num_blocks:
             return len(text).to_bytes(8, "little") + text
-        num_blocks = max(needed, num_blocks)
+        num_blocks = needed
         entries["block_crcs"] = {"dtype": "U32", "shape": [num_blocks], "data_offsets": [start, start + 4 * num_blocks]}
 
 

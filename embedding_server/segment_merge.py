@@ -1,9 +1,9 @@
 """Which segments to merge, and where a merge under way stands. What a merge does to the set is in segments.py.
 
-Waste = dead rows + the fixed bytes (header, bucket_offsets) of every segment but one. A merge is due when waste is above
-20% of the bytes, or the segments are more than 32. It takes the most wasteful segments (or, for the number, those with
-the fewest live rows) as long as their live rows fit one new segment: it never holds more than one segment beside those
-it merges. Full segments without waste are left alone, so the rows of a big table are not copied again by every merge.
+Waste = dead rows + the fixed bytes (header, bucket_offsets) of every segment but one. A merge is due when waste is
+above 20% of the bytes, or the segments are more than 32. It takes the most wasteful segments (or, for the number, those
+with the fewest live rows) as long as their live rows fit one new segment: it never holds more than one segment beside
+those it merges. Full segments without waste are left alone, so a big table is not copied again by every merge.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Opens segment files: checks everything that a map relies on, then maps the file for reading.
 
-Header, layout, offsets and size are always checked; `verify=True` reads the whole file and checks every CRC and that each
-row_id lies in its bucket. What is wrong is told as SegmentCorrupt, with the name of the file.
+Header, layout, offsets and size are always checked; `verify=True` reads the whole file and checks every CRC and that
+each row_id lies in its bucket. What is wrong is told as SegmentCorrupt, with the name of the file.
 """
 
 from __future__ import annotations

@@ -313,8 +313,10 @@ class SegmentSet:
     def close(self) -> None:
         """Ends the write under way and gives all memory and maps back. Written files stay."""
         self._writer.close()
-        for part in (*self._builders.values(), *self._mapped.values()):
-            part.close()
+        for builder in self._builders.values():
+            builder.close()
+        for mapped in self._mapped.values():
+            mapped.close()
         self._builders, self._mapped = {}, {}
         self._growing = self._merge = None
         self._rows[:] = self._dead[:] = 0
