@@ -3,7 +3,7 @@
 | backend | rows live in | arithmetic | for |
 |---|---|---|---|
 | cpu | this process's memory | numba, cpu.py | shards on CPUs: the default |
-| fbgemm | GPU memory | FBGEMM's SplitTableBatchedEmbeddingBagsCodegen, fbgemm.py | `store: inproc` beside a GPU trainer |
+| fbgemm | GPU memory | FBGEMM's table batched embeddings, fbgemm.py | `store: inproc` beside a GPU trainer |
 | reference | this process's memory | plain torch, reference.py | tests; the others are compared with it |
 
 Importing this package imports neither torch nor FBGEMM; a CPU shard never does.
@@ -80,7 +80,7 @@ def why_not_fbgemm() -> str:
 def choose_backend(name: str = "auto") -> Backend:
     """Takes the named backend, or by itself the fastest that works here; logs one line with the reason.
 
-    InvalidInput: unknown name, or what the named backend needs is missing. A named backend is never replaced by another.
+    InvalidInput: unknown name, or what the named backend needs is missing. A named one is never replaced by another.
     """
     if name == "auto":
         backend = _best_backend()

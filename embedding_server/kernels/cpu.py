@@ -16,7 +16,7 @@ numba's cache knows the time stamp of this file only: after a change to wire.py 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from llvmlite import ir
@@ -46,7 +46,7 @@ _WIRE_OUT = (_rows(_F32), _rows(types.uint16))
 class Kernel:
     """A function that numba compiles, for its signatures only, at the first call or at `compile`."""
 
-    registry: list[Kernel] = []
+    registry: ClassVar[list[Kernel]] = []
 
     def __init__(self, function: Callable[..., Any], signatures: list[Any]) -> None:
         self._function, self.signatures = function, signatures

@@ -13,19 +13,24 @@ from embedding_server.kernels.hashing import hash_row_ids
 from embedding_server.optimizers import adam_step_size
 from embedding_server.spec import OptimizerSpec
 
-_TORCH_WIRE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+TORCH_WIRE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _FBGEMM_EPSILON = 1e-8
 
 
-def to_tensor(values: np.ndarray, wire_dtype: str) -> torch.Tensor:
-    """Wire values -> float32 tensor of the same shape, a copy (torch takes no read-only or unaligned memory)."""
+def wire_tensor(values: np.ndarray, wire_dtype: str) -> torch.Tensor:
+    """Wire values -> tensor of that dtype and shape, a copy (torch takes no read-only or unaligned memory)."""
     carrier = np.int16 if values.dtype.itemsize == 2 else np.float32
-    return torch.from_numpy(values.copy().view(carrier)).view(_TORCH_WIRE[wire_dtype]).float()
+    return torch.from_numpy(values.copy().view(carrier)).view(TORCH_WIRE[wire_dtype])
+
+
+def to_tensor(values: np.ndarray, wire_dtype: str) -> torch.Tensor:
+    """Wire values -> float32 tensor of the same shape, a copy."""
+    return wire_tensor(values, wire_dtype).float()
 
 
 def to_wire(values: torch.Tensor, wire_dtype: str, numpy_dtype: np.dtype) -> np.ndarray:
     """float32 tensor -> wire values held in `numpy_dtype` (store.WIRE_NUMPY)."""
-    converted = values.to(_TORCH_WIRE[wire_dtype])
+    converted = values.to(TORCH_WIRE[wire_dtype])
     carrier = torch.int16 if converted.element_size() == 2 else torch.float32
     return converted.view(carrier).numpy().view(numpy_dtype)
 
@@ -38,7 +43,7 @@ def gather(weights: np.ndarray, slots: np.ndarray, out: np.ndarray, positions: n
 
 def scaled_gradients(gradients: np.ndarray, positions: np.ndarray, wire_dtype: str, scale: float) -> torch.Tensor:
     """float32[n, D]: gradients[positions] * scale."""
-    return to_tensor(gradients[positions], wire_dtype) * np.float32(scale)
+    return to_tensor(gradients[positions], wire_dtype) * float(scale)
 
 
 def apply(
