@@ -1,0 +1,140 @@
+"""Frames and unframes protobuf messages whose large bytes fields do not go through protobuf objects.
+
+A generated class would copy every payload twice more (into the field and out of it). Here it serialises the small
+fields, and the large ones follow as tag, length, bytes, joined once. The result is an ordinary message: the generated
+classes read it, and `unframe` reads theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import TypeVar
+
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+
+from embedding_server.errors import InvalidInput
+
+#: number of the `padding` field in every message of embedding.proto that has bulk fields
+PADDING_FIELD = 15
+_VARINT, _LENGTH_DELIMITED = 0, 2
+_FIXED_BYTES = {1: 8, 5: 4}
+_ALIGNMENT = 8
+
+M = TypeVar("M", bound=Message)
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """Value and the position after it. Raises IndexError past the end, InvalidInput beyond 64 bits."""
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise InvalidInput(f"message: the varint before byte {at} has over 64 bits; the message is damaged")
+
+
+def _tag(number: int) -> bytes:
+    return _varint(number << 3 | _LENGTH_DELIMITED)
+
+
+def frame(header: Message, bulk: Sequence[tuple[int, Sequence[np.ndarray]]], aligned: int | None = None) -> bytes:
+    """One message: the fields set in `header`, then each bulk field (number, its contiguous arrays).
+
+    `aligned` is the number of the bulk field whose bytes start at a multiple of 8 from the start of the message.
+    """
+    head = header.SerializeToString()
+    pieces: list[bytes | np.ndarray] = [head]
+    position = len(head)
+    for number, arrays in bulk:
+        size = sum(array.nbytes for array in arrays)
+        if not size:
+            continue
+        intro = _tag(number) + _varint(size)
+        if number == aligned:
+            # The padding field adds a byte of tag and a byte of length of its own.
+            filler = -(position + 2 + len(intro)) % _ALIGNMENT
+            intro = _tag(PADDING_FIELD) + bytes([filler]) + bytes(filler) + intro
+        pieces.append(intro)
+        pieces.extend(arrays)
+        position += len(intro) + size
+    return b"".join(pieces)
+
+
+def unframe(data: bytes, cls: type[M], bulk: Iterable[int]) -> tuple[M, dict[int, tuple[int, int]]]:
+    """The small fields as a `cls` message, and (offset, size) of each bulk field present; of a repeated one the last.
+
+    Raises InvalidInput if the bytes are not a message.
+    """
+    wanted = frozenset(bulk) | {PADDING_FIELD}
+    found: dict[int, tuple[int, int]] = {}
+    small: list[bytes] = []
+    at, end = 0, len(data)
+    try:
+        while at < end:
+            start = at
+            tag, at = _read_varint(data, at)
+            content, at = _content(data, at, tag & 7)
+            if tag >> 3 in wanted and tag & 7 == _LENGTH_DELIMITED:
+                found[tag >> 3] = (content, at - content)
+            else:
+                small.append(data[start:at])
+        if at > end:
+            raise IndexError
+        return cls.FromString(b"".join(small)), found
+    except (IndexError, DecodeError) as error:
+        raise InvalidInput(
+            f"message: {end} bytes are not a whole {cls.DESCRIPTOR.name}; it was cut or is of another API"
+        ) from error
+
+
+def _content(data: bytes, at: int, wire_type: int) -> tuple[int, int]:
+    """Start and end of the content of a field whose tag ends at `at`; the end may lie past the message."""
+    if wire_type == _LENGTH_DELIMITED:
+        size, at = _read_varint(data, at)
+        return at, at + size
+    if wire_type == _VARINT:
+        return at, _read_varint(data, at)[1]
+    if wire_type in _FIXED_BYTES:
+        return at, at + _FIXED_BYTES[wire_type]
+    raise InvalidInput(f"message: wire type {wire_type} at byte {at} is not one of proto3; the message is damaged")
+
+
+class _Writable:
+    """Lets numpy see a message's bytes as a writable array.
+
+    numba compiles every kernel again for read-only arrays. Nobody writes here: the arrays are inputs.
+    """
+
+    __slots__ = ("__array_interface__", "owner")
+
+    def __init__(self, owner: bytes) -> None:
+        interface = dict(np.frombuffer(owner, np.uint8).__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        self.owner = owner
+        self.__array_interface__ = interface
+
+
+def as_array(data: bytes) -> np.ndarray:
+    """The bytes of a message as uint8[len], without a copy; keeps `data` alive."""
+    return np.asarray(_Writable(data)) if data else np.empty(0, np.uint8)
+
+
+def view(base: np.ndarray, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Part of a message as an array of `shape`; copied only if it lies unaligned (numba wants aligned arrays)."""
+    view = base[offset : offset + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+    return view if view.flags.aligned else view.copy()

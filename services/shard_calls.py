@@ -1,0 +1,164 @@
+"""What each call of a shard server does, as plain functions on a Shard. They run on the executor thread.
+
+Messages in, messages out; errors are those of embedding_server.errors. Pull, Push and Lookup are not here: their
+servicer methods call the Shard directly, because their messages are framed by tensor_codec.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import numpy as np
+from google.protobuf.message import Message
+from pydantic import ValidationError
+
+from embedding_server.errors import InvalidInput, UnknownTable
+from embedding_server.shard import Shard
+from embedding_server.spec import TableSpec
+from embedding_server.store import NUM_BUCKETS, Frostline, Identity, TableStats, UpdateMode
+from frostline.v1 import embedding_pb2 as pb
+
+#: jobs whose last BeginEpoch and Advance answers are remembered
+MAX_JOBS_ANSWERED = 64
+
+UPDATE_MODES: dict[int, UpdateMode] = {pb.UPDATE_MODE_SYNC: "sync", pb.UPDATE_MODE_PIPELINED: "pipelined"}
+
+
+class LastAnswers:
+    """The last answer per (call, job), so that a repeat after a lost acknowledgement gets it again.
+
+    Thread safety: none; the executor thread alone uses it.
+    """
+
+    def __init__(self) -> None:
+        self._answers: OrderedDict[tuple[str, str], tuple[tuple, Message]] = OrderedDict()
+
+    def find(self, call: str, job: str, request: tuple) -> Message | None:
+        answered, answer = self._answers.get((call, job), ((), None))
+        return answer if answered == request else None
+
+    def keep(self, call: str, job: str, request: tuple, answer: Message) -> None:
+        self._answers[call, job] = (request, answer)
+        self._answers.move_to_end((call, job))
+        if len(self._answers) > MAX_JOBS_ANSWERED:
+            self._answers.popitem(last=False)
+
+
+def bucket_ranges(buckets: np.ndarray) -> list[pb.BucketRange]:
+    """bool[NUM_BUCKETS] as ranges."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], buckets, [False]))))
+    return [pb.BucketRange(first=int(a), last=int(b) - 1) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def _table(spec: TableSpec) -> pb.Table:
+    return pb.Table(name=spec.name, dim=spec.dim, spec_json=spec.model_dump_json())
+
+
+def describe_tables(shard: Shard) -> pb.DescribeTablesResponse:
+    tables = [_table(spec) for spec in shard.table_specs().values()]
+    return pb.DescribeTablesResponse(tables=tables, buckets=bucket_ranges(shard.buckets), num_buckets=NUM_BUCKETS)
+
+
+def parse_specs(texts: Sequence[str]) -> list[TableSpec]:
+    """Raises InvalidInput with the first broken rule."""
+    specs = []
+    for text in texts:
+        try:
+            specs.append(TableSpec.model_validate_json(text))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            name = f"table spec {text[:200]}"
+            raise InvalidInput(f"CreateTables: {name}: {where + ': ' if where else ''}{first['msg']}") from error
+    return specs
+
+
+def create_tables(shard: Shard, request: pb.CreateTablesRequest) -> pb.CreateTablesResponse:
+    shard.create_tables(parse_specs(request.spec_json))
+    return pb.CreateTablesResponse()
+
+
+def get_epoch(shard: Shard, request: pb.GetEpochRequest) -> pb.GetEpochResponse:
+    info = shard.current_epoch(request.job)
+    return pb.GetEpochResponse(epoch=info.epoch, last_step=info.last_step)
+
+
+def begin_epoch(
+    shard: Shard, answers: LastAnswers, request: pb.BeginEpochRequest, max_workers: int
+) -> pb.BeginEpochResponse:
+    """A repeat with the same token gets the first answer: its acknowledgement was lost."""
+    if request.mode not in UPDATE_MODES:
+        raise InvalidInput(f"BeginEpoch: job {request.job!r}: mode={request.mode} must be sync (1) or pipelined (2)")
+    if request.num_workers > max_workers:
+        raise InvalidInput(
+            f"BeginEpoch: job {request.job!r}: num_workers={request.num_workers} is above {max_workers}, a quarter of "
+            "the calls that this shard takes at once; start the shards with a higher max_calls"
+        )
+    key = (request.token, request.epoch)
+    answer = answers.find("BeginEpoch", request.job, key) if request.token else None
+    if answer is None:
+        info = shard.begin_epoch(request.job, request.num_workers, UPDATE_MODES[request.mode], request.epoch)
+        answer = pb.BeginEpochResponse(epoch=info.epoch, last_step=info.last_step)
+        answers.keep("BeginEpoch", request.job, key, answer)
+    return answer
+
+
+def advance(shard: Shard, answers: LastAnswers, request: pb.AdvanceRequest) -> pb.AdvanceResponse:
+    action = request.WhichOneof("action")
+    who = Identity(request.caller.job, request.caller.epoch, request.caller.worker)
+    if action == "collect_heat":
+        return _collect_heat(shard, who, request.step)
+    if action == "reselect":
+        return _reselect(shard, answers, who, request)
+    raise InvalidInput("Advance: the request has no action; set collect_heat or reselect")
+
+
+def _collect_heat(shard: Shard, who: Identity, step: int) -> pb.AdvanceResponse:
+    histograms = [
+        pb.HeatHistogram(
+            table=name,
+            counts=np.ascontiguousarray(heat.counts, "<i8").tobytes(),
+            rows_total=heat.rows_total,
+            rows_probation=heat.rows_probation,
+        )
+        for name, heat in shard.heat_histograms(who, step).items()
+    ]
+    return pb.AdvanceResponse(histograms=histograms, done=True)
+
+
+def _reselect(shard: Shard, answers: LastAnswers, who: Identity, request: pb.AdvanceRequest) -> pb.AdvanceResponse:
+    key = (who.epoch, request.step, request.reselect.slice, request.reselect.SerializeToString(deterministic=True))
+    answer = answers.find("Advance", who.job, key)
+    if answer is None:
+        frostlines = {line.table: Frostline(line.bin, line.tie_fraction) for line in request.reselect.frostlines}
+        moves, done = shard.reselect(who, request.step, frostlines)
+        listed = [
+            pb.Moves(table=name, frozen=move.frozen, thawed=move.thawed, unfreezable=move.unfreezable)
+            for name, move in moves.items()
+        ]
+        answer = pb.AdvanceResponse(moves=listed, done=done)
+        answers.keep("Advance", who.job, key, answer)
+    return answer
+
+
+def _mask_info(name: str, stats: TableStats) -> pb.TableMaskInfo:
+    return pb.TableMaskInfo(table=name, **asdict(stats))
+
+
+def mask_info(shard: Shard) -> pb.GetMaskInfoResponse:
+    stats = shard.stats()
+    tables = [_mask_info(name, table) for name, table in stats.tables.items()]
+    return pb.GetMaskInfoResponse(tables=tables, events=stats.events)
+
+
+def list_tables(shard: Shard) -> pb.ListTablesResponse:
+    return pb.ListTablesResponse(tables=[_table(spec) for spec in shard.table_specs().values()])
+
+
+def get_table(shard: Shard, request: pb.GetTableRequest) -> pb.GetTableResponse:
+    spec = shard.table_specs().get(request.name)
+    if spec is None:
+        raise UnknownTable(f"GetTable: table {request.name!r} is not on this shard; ListTables names those that are")
+    return pb.GetTableResponse(table=_table(spec), mask_info=_mask_info(spec.name, shard.stats().tables[spec.name]))

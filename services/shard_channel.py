@@ -1,0 +1,148 @@
+"""The connection to one shard: calls that return bytes, repeated until they succeed, are refused, or time runs out.
+
+Every call may be repeated, because shards apply each step once and answer a repeat as they answered the first.
+What is repeated: UNAVAILABLE (the shard cannot be reached) for `reconnect_s`; RESOURCE_EXHAUSTED after the pushback the
+shard asks for, and DEADLINE_EXCEEDED of one try (it waits for other workers), until `deadline_s`. Nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import NoReturn
+
+import grpc
+
+from embedding_server.errors import FrostlineError, InvalidInput, Overloaded, StoreUnavailable
+from services import rpc_errors, tensor_codec
+
+FIRST_BACKOFF_S = 0.02
+MAX_BACKOFF_S = 1.0
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", tensor_codec.MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", tensor_codec.MAX_MESSAGE_BYTES),
+    # One TCP connection per store, so that two stores in a process do not queue behind each other.
+    ("grpc.use_local_subchannel_pool", 1),
+    # Retries are ours: grpc's know neither pushback beyond its own policy nor our total deadline.
+    ("grpc.enable_retries", 0),
+    # http_proxy is meant for the web; through it a shard on loopback cannot be reached.
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CallTimes:
+    """How long a call may take, in seconds."""
+
+    deadline_s: float = 300.0  # in all, waiting for other workers included
+    try_s: float = 60.0  # one try
+    reconnect_s: float = 20.0  # a shard that cannot be reached is given up after this
+
+
+class PendingCall:
+    """A call under way. Made by ShardChannel.start; `result` may be asked once."""
+
+    def __init__(self, channel: ShardChannel, method: str, request: bytes) -> None:
+        self._channel = channel
+        self._method = method
+        self._request = request
+        self._started_s = time.monotonic()
+        self._unreachable_since_s: float | None = None
+        self._tries = 0
+        self._backoff_s = FIRST_BACKOFF_S
+        self._future = self._try()
+
+    def _try(self) -> grpc.Future:
+        self._tries += 1
+        times = self._channel.times
+        left_s = self._started_s + times.deadline_s - time.monotonic()
+        try:
+            return self._channel.stub(self._method).future(self._request, timeout=max(min(times.try_s, left_s), 0.001))
+        except ValueError as error:  # grpc's answer on a closed channel
+            raise StoreUnavailable(f"{self._channel.name}: the store was closed; make a new one") from error
+
+    def result(self) -> bytes:
+        """The reply. Raises the shard's error, or StoreUnavailable."""
+        while True:
+            try:
+                return self._future.result()
+            except grpc.FutureCancelledError as error:
+                raise StoreUnavailable(f"{self._channel.name}: the store was closed during {self._method}") from error
+            except grpc.RpcError as error:
+                failure = rpc_errors.from_rpc_error(error, self._channel.name)
+                time.sleep(self._pause_s(error.code(), failure))
+            self._future = self._try()
+
+    def cancel(self) -> None:
+        self._future.cancel()
+
+    def _pause_s(self, status: grpc.StatusCode, failure: FrostlineError) -> float:
+        """How long to wait before the next try. Raises `failure`, or StoreUnavailable, if there is none."""
+        times, now_s = self._channel.times, time.monotonic()
+        if status == grpc.StatusCode.UNAVAILABLE:
+            self._unreachable_since_s = self._unreachable_since_s or now_s
+            if now_s - self._unreachable_since_s > times.reconnect_s:
+                self._give_up(failure, f"could not be reached for {times.reconnect_s:g} s")
+            pause_s = self._backoff_s
+            self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+        elif isinstance(failure, Overloaded):
+            self._unreachable_since_s = None
+            pause_s = failure.retry_after_ms / 1000
+        elif status == grpc.StatusCode.DEADLINE_EXCEEDED:
+            self._unreachable_since_s = None
+            pause_s = 0.0
+        else:
+            raise failure
+        if now_s + pause_s - self._started_s >= times.deadline_s:
+            self._give_up(failure, f"did not finish within {times.deadline_s:g} s")
+        return pause_s
+
+    def _give_up(self, failure: FrostlineError, why: str) -> NoReturn:
+        raise StoreUnavailable(
+            f"{self._channel.name}: {self._method} {why} ({self._tries} tries); the last answer: {failure}"
+        ) from failure
+
+
+class ShardChannel:
+    """One shard's address and connection. Thread safety: every method may be called from any thread."""
+
+    def __init__(self, index: int, address: str, times: CallTimes) -> None:
+        self.index = index
+        self.name = f"shard {index} ({address})"
+        self.times = times
+        if ":" not in address:
+            raise InvalidInput(f"address {address!r} of shard {index} has no port; write host:port")
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stubs: dict[str, grpc.UnaryUnaryMultiCallable] = {}
+
+    def stub(self, method: str) -> grpc.UnaryUnaryMultiCallable:
+        """Bytes to bytes; `method` is "Service/Method" in frostline.v1."""
+        stub = self._stubs.get(method)
+        if stub is None:
+            stub = self._stubs[method] = self._channel.unary_unary(f"/frostline.v1.{method}")
+        return stub
+
+    def start(self, method: str, request: bytes) -> PendingCall:
+        return PendingCall(self, method, request)
+
+    def close(self) -> None:
+        """Ends running calls with StoreUnavailable."""
+        self._channel.close()
+
+
+def call_all(method: str, requests: list[tuple[ShardChannel, bytes]]) -> list[bytes]:
+    """One call to each channel, all at once; the replies in the same order. Raises the first error."""
+    pending = [channel.start(method, request) for channel, request in requests]
+    replies = []
+    try:
+        for call in pending:
+            replies.append(call.result())
+    except BaseException:
+        for call in pending:
+            call.cancel()
+        raise
+    return replies

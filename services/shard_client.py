@@ -1,0 +1,384 @@
+"""RemoteStore: an EmbeddingStore whose shards are servers, reached over gRPC.
+
+One message goes to every shard at once; beyond tensor_codec.MAX_PAYLOAD_BYTES a call goes in rounds, one part to each
+shard a round. What can be checked here is checked before anything is sent, so that a faulty batch reaches no shard.
+
+Shapes: n row_ids of one table, D its dim, S shards.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+from google.protobuf.message import Message
+
+from embedding_server.errors import FencedEpoch, FrostlineError, InvalidInput, TableConflict, UnknownTable
+from embedding_server.shard import ShardGradients
+from embedding_server.spec import TableSpec
+from embedding_server.store import (
+    NUM_BUCKETS,
+    WIRE_NUMPY,
+    EmbeddingStore,
+    EpochInfo,
+    Frostline,
+    HeatHistogram,
+    Identity,
+    Moves,
+    PushAck,
+    RoutedIds,
+    Rows,
+    StoreStats,
+    TableGradients,
+    TableStats,
+    UpdateMode,
+    WireDtype,
+    WireStats,
+    push_dtype,
+)
+from frostline.v1 import embedding_pb2 as pb
+from services import tensor_codec
+from services.batch_checks import check_gradients, check_ids
+from services.parts import Piece, split
+from services.shard_channel import CallTimes, ShardChannel, call_all
+
+#: attempts to find an epoch above that of a competing worker group
+MAX_EPOCH_ATTEMPTS = 5
+UPDATE_MODES: dict[UpdateMode, pb.UpdateMode] = {
+    "sync": pb.UPDATE_MODE_SYNC,
+    "pipelined": pb.UPDATE_MODE_PIPELINED,
+}
+
+M = TypeVar("M", bound=Message)
+
+
+class RemoteStore(EmbeddingStore):
+    """Shards at `addresses` ("host:port"), in any order; together they must own every bucket once.
+
+    Thread safety: every method may be called from any thread; `_lock` guards `_wire` and `_specs`.
+    """
+
+    def __init__(
+        self, addresses: Sequence[str], *, wire_dtype: WireDtype = "float32", times: CallTimes | None = None
+    ) -> None:
+        """Connects. Raises StoreUnavailable if a shard cannot be reached, InvalidInput if they do not fit together."""
+        if wire_dtype not in WIRE_NUMPY:
+            raise InvalidInput(f"wire_dtype={wire_dtype!r} is not one of {', '.join(WIRE_NUMPY)}")
+        if not addresses:
+            raise InvalidInput("no addresses of shards; name at least one host:port")
+        self.wire_dtype = wire_dtype
+        self.num_shards = len(addresses)
+        self._lock = threading.Lock()
+        self._wire = WireStats()
+        self._specs: dict[str, TableSpec] = {}
+        self._channels = [ShardChannel(i, address, times or CallTimes()) for i, address in enumerate(addresses)]
+        try:
+            described = self._describe()
+            self.shard_of_bucket = _shard_of_bucket(self._channels, described)
+            self._specs = _parse_tables(described[0])
+        except BaseException:
+            self.close()
+            raise
+
+    # --- tables and epochs ---
+
+    def create_tables(self, specs: Sequence[TableSpec]) -> None:
+        for channel, reply in zip(self._channels, self._describe(), strict=True):
+            _check_conflicts(channel, _parse_tables(reply), specs)
+        request = pb.CreateTablesRequest(spec_json=[spec.model_dump_json() for spec in specs])
+        self._call("EmbeddingShard/CreateTables", request, pb.CreateTablesResponse)
+        self.table_specs()
+
+    def table_specs(self) -> dict[str, TableSpec]:
+        specs = _parse_tables(self._describe()[0])
+        with self._lock:
+            self._specs = specs
+        return dict(specs)
+
+    def begin_epoch(self, job: str, num_workers: int, mode: UpdateMode, epoch: int | None = None) -> EpochInfo:
+        if mode not in UPDATE_MODES:
+            raise InvalidInput(f"job {job!r}: mode={mode!r} must be 'sync' or 'pipelined'")
+        for _ in range(MAX_EPOCH_ATTEMPTS - 1):
+            try:
+                return self._begin_epoch(job, num_workers, mode, epoch)
+            except FencedEpoch:
+                if epoch is not None:
+                    raise
+        return self._begin_epoch(job, num_workers, mode, epoch)
+
+    def _begin_epoch(self, job: str, num_workers: int, mode: UpdateMode, epoch: int | None) -> EpochInfo:
+        if epoch is None:
+            known = self._call("EmbeddingShard/GetEpoch", pb.GetEpochRequest(job=job), pb.GetEpochResponse)
+            epoch = max(reply.epoch for reply in known) + 1
+        request = pb.BeginEpochRequest(
+            job=job, num_workers=num_workers, mode=UPDATE_MODES[mode], epoch=epoch, token=uuid.uuid4().hex
+        )
+        replies = self._call("EmbeddingShard/BeginEpoch", request, pb.BeginEpochResponse)
+        return EpochInfo(epoch, min(reply.last_step for reply in replies))
+
+    # --- rows ---
+
+    def pull(self, who: Identity, step: int, ids: Mapping[str, RoutedIds]) -> dict[str, Rows]:
+        plans = self._plan_read("Pull", ids, tensor_codec.MAX_PARTS)
+
+        def encode(pieces: list[Piece], part: int, num_parts: int) -> bytes:
+            return tensor_codec.encode_pull(who, step, self.wire_dtype, _slices(ids, pieces), part, num_parts)
+
+        rows = self._read("EmbeddingShard/Pull", pb.PullResponse, ids, plans, encode)
+        self._count(
+            WireStats(
+                bytes_pulled=sum(8 * len(r.flags) + r.values.nbytes + r.flags.nbytes for r in rows.values()),
+                rows_pulled=sum(len(r.flags) for r in rows.values()),
+            )
+        )
+        return rows
+
+    def lookup(self, ids: Mapping[str, RoutedIds]) -> dict[str, Rows]:
+        # A look-up has no parts: each message is a call of its own, so their number has no bound.
+        plans = self._plan_read("Lookup", ids, max_parts=1 << 62)
+
+        def encode(pieces: list[Piece], part: int, num_parts: int) -> bytes:
+            return tensor_codec.encode_lookup(self.wire_dtype, _slices(ids, pieces))
+
+        plans = [[] if plan == [[]] else plan for plan in plans]
+        return self._read("EmbeddingLookup/Lookup", pb.LookupResponse, ids, plans, encode)
+
+    def _plan_read(self, call: str, ids: Mapping[str, RoutedIds], max_parts: int) -> list[list[list[Piece]]]:
+        """Messages of pieces for each shard. Tables without rows on a shard are left out."""
+        itemsize = WIRE_NUMPY[self.wire_dtype].itemsize
+        dims = self._dims(ids)
+        for name, routed in ids.items():
+            check_ids(name, routed, self.num_shards)
+        plans = []
+        for shard in range(self.num_shards):
+            pieces = [
+                (Piece(name, int(routed.shard_offsets[shard]), int(routed.shard_offsets[shard + 1])), dims[name])
+                for name, routed in ids.items()
+            ]
+            present = [(piece, 9 + dim * itemsize) for piece, dim in pieces if piece.stop > piece.start]
+            plans.append(split(call, present, max_parts=max_parts))
+        return plans
+
+    def _read(
+        self,
+        method: str,
+        cls: type[tensor_codec.RowsReply],
+        ids: Mapping[str, RoutedIds],
+        plans: list[list[list[Piece]]],
+        encode: Callable[[list[Piece], int, int], bytes],
+    ) -> dict[str, Rows]:
+        """Sends the plans round by round and puts the replies together in the order of `ids`."""
+        if plans == [[[Piece(name, 0, len(routed.row_ids)) for name, routed in ids.items()]]]:
+            # One message holds everything in order: its rows are handed on where they lie.
+            reply = call_all(method, [(self._channels[0], encode(plans[0][0], 0, 1))])[0]
+            return _checked_rows(cls, reply, plans[0][0])
+        dtype = WIRE_NUMPY[self.wire_dtype]
+        dims = self._dims(ids)
+        rows = {
+            name: Rows(np.empty((len(i.row_ids), dims[name]), dtype), np.empty(len(i.row_ids), np.uint8))
+            for name, i in ids.items()
+        }
+        for part in range(max(map(len, plans))):
+            sent = [(shard, plan[part], len(plan)) for shard, plan in enumerate(plans) if part < len(plan)]
+            requests = [(self._channels[shard], encode(pieces, part, num)) for shard, pieces, num in sent]
+            for (_, pieces, _), reply in zip(sent, call_all(method, requests), strict=True):
+                got = _checked_rows(cls, reply, pieces)
+                for piece in pieces:
+                    rows[piece.table].values[piece.start : piece.stop] = got[piece.table].values
+                    rows[piece.table].flags[piece.start : piece.stop] = got[piece.table].flags
+        return rows
+
+    def push(self, who: Identity, step: int, gradients: Mapping[str, TableGradients]) -> PushAck:
+        wire = push_dtype(self.wire_dtype)
+        dims = self._dims(gradients)
+        for name, table in gradients.items():
+            check_gradients(name, dims[name], table, wire, self.num_shards)
+        plans = [self._plan_push(shard, gradients, dims, wire) for shard in range(self.num_shards)]
+        acks: list[pb.PushResponse] = [pb.PushResponse()] * self.num_shards
+        for part in range(max(map(len, plans))):
+            sent = [shard for shard, plan in enumerate(plans) if part < len(plan)]
+            requests = []
+            for shard in sent:
+                pieces = _push_pieces(gradients, plans[shard][part])
+                message = tensor_codec.encode_push(who, step, wire, pieces, part, len(plans[shard]))
+                requests.append((self._channels[shard], message))
+            for shard, reply in zip(sent, call_all("EmbeddingShard/Push", requests), strict=True):
+                acks[shard] = pb.PushResponse.FromString(reply)
+        self._count(
+            WireStats(
+                bytes_pushed=sum(8 * len(g.values) + g.values.nbytes for g in gradients.values()),
+                rows_pushed=sum(len(g.values) for g in gradients.values()),
+            )
+        )
+        return PushAck(
+            step,
+            sum(ack.rows_applied for ack in acks),
+            sum(ack.rows_ignored for ack in acks),
+            all(ack.duplicate for ack in acks),
+        )
+
+    def _plan_push(
+        self, shard: int, gradients: Mapping[str, TableGradients], dims: Mapping[str, int], wire: WireDtype
+    ) -> list[list[Piece]]:
+        """Messages of pieces for one shard. A table with a default gradient is there even without rows."""
+        itemsize = WIRE_NUMPY[wire].itemsize
+        pieces = []
+        for name, table in gradients.items():
+            offsets = table.ids.shard_offsets
+            piece = Piece(name, int(offsets[shard]), int(offsets[shard + 1]))
+            if piece.stop > piece.start or table.default_gradient is not None:
+                pieces.append((piece, 8 + dims[name] * itemsize))
+        return split("Push", pieces)
+
+    # --- re-selection and statistics ---
+
+    def heat_histograms(self, who: Identity, step: int) -> dict[str, HeatHistogram]:
+        request = pb.AdvanceRequest(caller=_caller(who), step=step, collect_heat=pb.CollectHeat())
+        total: dict[str, HeatHistogram] = {}
+        for reply in self._call("EmbeddingShard/Advance", request, pb.AdvanceResponse):
+            for heat in reply.histograms:
+                counts = np.frombuffer(heat.counts, "<i8").astype(np.int64)
+                rows_total, rows_probation = heat.rows_total, heat.rows_probation
+                if heat.table in total:
+                    before = total[heat.table]
+                    counts = counts + before.counts
+                    rows_total += before.rows_total
+                    rows_probation += before.rows_probation
+                total[heat.table] = HeatHistogram(counts, rows_total, rows_probation)
+        return total
+
+    def reselect(self, who: Identity, step: int, frostlines: Mapping[str, Frostline]) -> dict[str, Moves]:
+        lines = [pb.Frostline(table=n, bin=line.bin, tie_fraction=line.tie_fraction) for n, line in frostlines.items()]
+        total: dict[str, Moves] = {}
+        waiting, number = self._channels, 0
+        while waiting:
+            action = pb.Reselect(frostlines=lines, slice=number)
+            request = pb.AdvanceRequest(caller=_caller(who), step=step, reselect=action).SerializeToString()
+            replies = call_all("EmbeddingShard/Advance", [(channel, request) for channel in waiting])
+            answers = [pb.AdvanceResponse.FromString(reply) for reply in replies]
+            for answer in answers:
+                for move in answer.moves:
+                    moves = Moves(move.frozen, move.thawed, move.unfreezable)
+                    total[move.table] = total.get(move.table, Moves()) + moves
+            waiting = [channel for channel, answer in zip(waiting, answers, strict=True) if not answer.done]
+            number += 1
+        return total
+
+    def stats(self) -> StoreStats:
+        tables: dict[str, TableStats] = {}
+        events: list[str] = []
+        for reply in self._call("EmbeddingShard/GetMaskInfo", pb.GetMaskInfoRequest(), pb.GetMaskInfoResponse):
+            for info in reply.tables:
+                stats = TableStats(**{name: getattr(info, name) for name in TableStats.__dataclass_fields__})
+                tables[info.table] = tables.get(info.table, TableStats()) + stats
+            events.extend(reply.events)
+        return StoreStats(tables, events[-100:])
+
+    @property
+    def wire_stats(self) -> WireStats:
+        with self._lock:
+            return self._wire
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+
+    # --- shared ---
+
+    def _count(self, more: WireStats) -> None:
+        with self._lock:
+            self._wire = self._wire + more
+
+    def _call(self, method: str, request: Message, cls: type[M]) -> list[M]:
+        """The same request to every shard."""
+        data = request.SerializeToString()
+        return [cls.FromString(reply) for reply in call_all(method, [(channel, data) for channel in self._channels])]
+
+    def _describe(self) -> list[pb.DescribeTablesResponse]:
+        return self._call("EmbeddingShard/DescribeTables", pb.DescribeTablesRequest(), pb.DescribeTablesResponse)
+
+    def _dims(self, tables: Mapping[str, object]) -> dict[str, int]:
+        """Dim of each table; asks the shards once about names not seen so far. Raises UnknownTable."""
+        specs = self._specs
+        if any(name not in specs for name in tables):
+            specs = self.table_specs()
+        for name in tables:
+            if name not in specs:
+                known = ", ".join(sorted(specs)[:10]) or "none"
+                raise UnknownTable(f"table {name!r} does not exist (tables: {known}); create it with create_tables")
+        return {name: specs[name].dim for name in tables}
+
+
+def _caller(who: Identity) -> pb.Caller:
+    return pb.Caller(job=who.job, epoch=who.epoch, worker=who.worker)
+
+
+def _slices(ids: Mapping[str, RoutedIds], pieces: list[Piece]) -> dict[str, np.ndarray]:
+    return {piece.table: ids[piece.table].row_ids[piece.start : piece.stop] for piece in pieces}
+
+
+def _push_pieces(gradients: Mapping[str, TableGradients], pieces: list[Piece]) -> dict[str, ShardGradients]:
+    """The gradients of one message. A default gradient goes with the table's first rows on the shard."""
+    tables = {}
+    for piece in pieces:
+        table = gradients[piece.table]
+        is_first = piece.start in table.ids.shard_offsets
+        default = table.default_gradient if is_first else None
+        rows = slice(piece.start, piece.stop)
+        tables[piece.table] = ShardGradients(table.ids.row_ids[rows], table.values[rows], table.learning_rate, default)
+    return tables
+
+
+def _checked_rows(cls: type[tensor_codec.RowsReply], reply: bytes, pieces: list[Piece]) -> dict[str, Rows]:
+    """The decoded reply. Raises FrostlineError unless it answers exactly `pieces`."""
+    rows = tensor_codec.decode_rows(cls, reply)
+    wanted = {piece.table: piece.stop - piece.start for piece in pieces}
+    got = {name: len(table.flags) for name, table in rows.items()}
+    if got != wanted:
+        raise FrostlineError(
+            f"{cls.DESCRIPTOR.name}: rows by table {got} answer a request for {wanted}; a shard is at fault"
+        )
+    return rows
+
+
+def _parse_tables(reply: pb.DescribeTablesResponse) -> dict[str, TableSpec]:
+    return {table.name: TableSpec.model_validate_json(table.spec_json) for table in reply.tables}
+
+
+def _check_conflicts(channel: ShardChannel, known: Mapping[str, TableSpec], specs: Sequence[TableSpec]) -> None:
+    """Raises TableConflict before any shard has created anything."""
+    for spec in specs:
+        if spec.name in known and known[spec.name] != spec:
+            have, want = known[spec.name].model_dump(), spec.model_dump()
+            fields = ", ".join(f"{key}: {have[key]} != {want[key]}" for key in have if have[key] != want[key])
+            raise TableConflict(
+                f"{channel.name}: table {spec.name!r} exists with another spec ({fields}); "
+                "use the same spec or another name"
+            )
+
+
+def _shard_of_bucket(channels: Sequence[ShardChannel], described: Sequence[pb.DescribeTablesResponse]) -> np.ndarray:
+    """int32[NUM_BUCKETS]. Raises InvalidInput unless the shards own every bucket exactly once."""
+    owner = np.full(NUM_BUCKETS, -1, np.int32)
+    for channel, reply in zip(channels, described, strict=True):
+        if reply.num_buckets != NUM_BUCKETS:
+            raise InvalidInput(
+                f"{channel.name} counts {reply.num_buckets} buckets, this client {NUM_BUCKETS}; update one"
+            )
+        for owned in reply.buckets:
+            taken = owner[owned.first : owned.last + 1]
+            if (taken >= 0).any():
+                bucket = owned.first + int(np.flatnonzero(taken >= 0)[0])
+                other = channels[owner[bucket]].name
+                raise InvalidInput(
+                    f"{channel.name} and {other} both own bucket {bucket}; start each with its own --shard-index, and "
+                    "list each address once"
+                )
+            taken[:] = channel.index
+    if (owner < 0).any():
+        bucket = int(np.flatnonzero(owner < 0)[0])
+        raise InvalidInput(f"no shard of {len(channels)} owns bucket {bucket}; list the addresses of all shards")
+    return owner

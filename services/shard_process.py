@@ -1,0 +1,180 @@
+"""The process of one shard: what `frostline shard` runs, and the starter of local shards that trainers use.
+
+    {"address": "127.0.0.1:41235", "shard_index": 0, "num_shards": 2, "pid": 4711}
+
+is the one line on standard output, printed when the shard serves. Logs go to standard error.
+Stop it with SIGTERM or SIGINT: it drains and ends with status 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from services.admission import Limits
+from services.allocator import set_allocator
+from services.local_shards import LocalShards, start_shards
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from embedding_server.shard import Shard
+
+__all__ = ["LocalShards", "ShardOptions", "main", "owned_buckets", "parse_buckets", "run_shard", "start_shards"]
+
+log = logging.getLogger(__name__)
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ShardOptions:
+    """Options of `frostline shard`."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free one
+    shard_index: int = 0
+    num_shards: int = 1
+    buckets: tuple[int, int] | None = None  # first and last, both included; None: an even share by shard_index
+    data_dir: Path | None = None  # None: a temporary folder, removed at the end
+    memory_limit_bytes: int = 8 * GIB
+    backend: str = "auto"
+    threads: int = 1
+    limits: Limits = field(default_factory=Limits)
+    drain_s: float = 5.0
+    is_bound_to_stdin: bool = False  # end when standard input closes: the process that started us has gone
+
+
+def run_shard(options: ShardOptions) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit status. Main thread only, and first thing in the process."""
+    allocator = set_allocator()
+    _set_threads(options.threads)
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        format=f"%(asctime)s shard {options.shard_index} %(levelname)s %(message)s",
+    )
+    log.info(allocator.message)
+    stopping = _stop_event(options)
+    # After the settings above: these imports load numba and, on a GPU, torch.
+    from embedding_server.errors import FrostlineError
+    from services.shard_server import ShardServer
+    from services.warm_up import warm_up
+
+    try:
+        warm_up(options.backend)
+        server = ShardServer(_open_shard(options), options.limits)
+        address = server.start(options.host, options.port)
+    except FrostlineError as error:
+        log.error("%s", error)
+        return 1
+    _announce(options, address)
+    stopping.wait()
+    log.info("stopping: draining for at most %.0f s", options.drain_s)
+    server.stop(options.drain_s)
+    log.info("stopped")
+    return 0
+
+
+def _set_threads(threads: int) -> None:
+    """The kernels are single-threaded; this bounds the pools that libraries start on import."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
+        os.environ[name] = str(threads)
+
+
+def _stop_event(options: ShardOptions) -> threading.Event:
+    """Set by SIGTERM, SIGINT and, if asked for, the end of standard input."""
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        stopping.set()
+
+    if options.is_bound_to_stdin:
+        threading.Thread(target=watch, name="stdin-watch", daemon=True).start()
+    return stopping
+
+
+def _open_shard(options: ShardOptions) -> Shard:
+    from embedding_server.shard import Shard
+
+    return Shard(
+        buckets=owned_buckets(options.shard_index, options.num_shards, options.buckets),
+        data_dir=options.data_dir,
+        memory_limit_bytes=options.memory_limit_bytes,
+        backend=options.backend,
+    )
+
+
+def owned_buckets(shard_index: int, num_shards: int, buckets: tuple[int, int] | None = None) -> np.ndarray:
+    """bool[NUM_BUCKETS]: bucket b belongs to shard floor(b * num_shards / NUM_BUCKETS), or to whom `buckets` says."""
+    import numpy as np
+
+    from embedding_server.errors import InvalidInput
+    from embedding_server.store import NUM_BUCKETS
+
+    if not 1 <= num_shards <= NUM_BUCKETS:
+        raise InvalidInput(f"num_shards={num_shards} must be 1 to {NUM_BUCKETS}, the number of buckets")
+    if not 0 <= shard_index < num_shards:
+        raise InvalidInput(f"shard_index={shard_index} must be 0 to {num_shards - 1}; shards count from 0")
+    number = np.arange(NUM_BUCKETS)
+    if buckets is None:
+        return number * num_shards // NUM_BUCKETS == shard_index
+    first, last = buckets
+    if not 0 <= first <= last < NUM_BUCKETS:
+        raise InvalidInput(f"buckets {first}-{last} must lie within 0-{NUM_BUCKETS - 1}, the lower first")
+    return (number >= first) & (number <= last)
+
+
+def _announce(options: ShardOptions, address: str) -> None:
+    line = {
+        "address": address,
+        "shard_index": options.shard_index,
+        "num_shards": options.num_shards,
+        "pid": os.getpid(),
+    }
+    print(json.dumps(line), flush=True)
+    log.info("serving at %s", address)
+
+
+def parse_buckets(text: str) -> tuple[int, int]:
+    """ "a-b" as (a, b). Raises InvalidInput."""
+    from embedding_server.errors import InvalidInput
+
+    first, dash, last = text.partition("-")
+    if not (dash and first.isdigit() and last.isdigit()):
+        raise InvalidInput(f"buckets {text!r} must be first-last, for example 0-511")
+    return int(first), int(last)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m services.shard_process`: the same process without the command's terminal libraries."""
+    defaults = ShardOptions()
+    parser = argparse.ArgumentParser(prog="services.shard_process", description="Serves one shard.")
+    parser.add_argument("--host", default=defaults.host)
+    parser.add_argument("--port", type=int, default=defaults.port)
+    parser.add_argument("--shard-index", type=int, default=defaults.shard_index)
+    parser.add_argument("--num-shards", type=int, default=defaults.num_shards)
+    parser.add_argument("--buckets", type=parse_buckets)
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--memory-limit-bytes", type=int, default=defaults.memory_limit_bytes)
+    parser.add_argument("--backend", default=defaults.backend)
+    parser.add_argument("--threads", type=int, default=defaults.threads)
+    parser.add_argument("--bound-to-stdin", dest="is_bound_to_stdin", action="store_true")
+    return run_shard(ShardOptions(**vars(parser.parse_args(arguments))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,331 @@
+"""The gRPC server of one shard: decode, run on the shard's executor thread, map errors, encode. No logic here.
+
+    grpc pool thread                      executor thread
+    admission -> decode -> queue  ----->  Shard.pull / push / ...
+    encode <- wait for its Future <-----  (now, or when the other workers' calls have come)
+
+Limits are those of admission.Limits and tensor_codec.MAX_MESSAGE_BYTES. A call without a deadline gets MAX_WAIT_S.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import numpy as np
+from google.protobuf.message import Message
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from embedding_server.errors import FrostlineError, InvalidInput, StoreUnavailable
+from embedding_server.shard import Shard
+from embedding_server.store import WIRE_NUMPY, WireDtype
+from frostline.v1 import embedding_pb2 as pb
+from services import rpc_errors, shard_calls, tensor_codec
+from services.admission import Admission, Limits
+from services.shard_executor import ShardExecutor
+
+MAX_WAIT_S = 600.0
+#: threads beyond Limits.max_calls, for health, reflection and the small calls
+SPARE_THREADS = 16
+
+SHARD_SERVICE = pb.DESCRIPTOR.services_by_name["EmbeddingShard"].full_name
+LOOKUP_SERVICE = pb.DESCRIPTOR.services_by_name["EmbeddingLookup"].full_name
+
+SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", tensor_codec.MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", tensor_codec.MAX_MESSAGE_BYTES),
+    # Without it a second shard on the same port would silently share it.
+    ("grpc.so_reuseport", 0),
+)
+
+
+class _DeadlineExceeded(Exception):
+    """The caller's deadline passed while the call waited."""
+
+
+class WaitingCalls:
+    """Waits for Futures on behalf of calls, and lets go of them when the caller goes away or the server drains.
+
+    Thread safety: every method may be called from any thread; `_lock` guards the set.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: set[Future] = set()
+        self._refusal: FrostlineError | None = None
+
+    def wait(self, context: grpc.ServicerContext, future: Future) -> Any:
+        """The result of `future`. Raises its error, _DeadlineExceeded, or StoreUnavailable while draining."""
+        if future.done():
+            return future.result()
+        answer: Future = Future()
+        with self._lock:
+            if self._refusal:
+                raise self._refusal
+            self._waiting.add(answer)
+        try:
+            future.add_done_callback(lambda done: _copy_outcome(done, answer))
+            if not context.add_callback(answer.cancel):
+                raise CancelledError
+            return _result_in_time(context, answer)
+        finally:
+            with self._lock:
+                self._waiting.discard(answer)
+
+    def refuse_all(self, error: FrostlineError) -> None:
+        """Ends every wait, now and from now on, with `error`."""
+        with self._lock:
+            self._refusal = error
+            waiting = list(self._waiting)
+        for answer in waiting:
+            _set_quietly(answer.set_exception, error)
+
+
+def _set_quietly(setter: Callable[[Any], None], value: Any) -> None:
+    # Invalid state: it was cancelled or refused in the meantime, and nobody waits for it.
+    with contextlib.suppress(InvalidStateError):
+        setter(value)
+
+
+def _copy_outcome(done: Future, answer: Future) -> None:
+    error = done.exception()
+    if error is not None:
+        _set_quietly(answer.set_exception, error)
+    else:
+        _set_quietly(answer.set_result, done.result())
+
+
+def _result_in_time(context: grpc.ServicerContext, future: Future) -> Any:
+    remaining_s = context.time_remaining()
+    try:
+        return future.result(MAX_WAIT_S if remaining_s is None else min(remaining_s, MAX_WAIT_S))
+    except TimeoutError as error:
+        if future.done() and not future.cancelled():
+            raise  # the shard's own
+        raise _DeadlineExceeded from error
+
+
+def _answered(method: Callable[[Any, Any, grpc.ServicerContext], Any]) -> Callable[..., Any]:
+    """A servicer method whose errors become the call's status."""
+
+    @functools.wraps(method)
+    def answer(self: Any, request: Any, context: grpc.ServicerContext) -> Any:
+        try:
+            return method(self, request, context)
+        except _DeadlineExceeded:
+            message = "the call's deadline passed before the shard could answer; another worker may be late"
+            return context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, message)
+        except CancelledError:
+            return context.abort(grpc.StatusCode.CANCELLED, "the caller went away")
+        except Exception as error:
+            return rpc_errors.abort(context, error)
+
+    return answer
+
+
+class _Servicer:
+    """What both services share: running work on the shard, within the limits."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    def _run(self, context: grpc.ServicerContext, work: Callable[[Shard], Any]) -> Any:
+        """What `work` returns on the executor thread. Skipped there if the caller has gone by then."""
+        done = self._state.executor.run(work)
+        if not context.add_callback(done.cancel):
+            done.cancel()
+        try:
+            return _result_in_time(context, done)
+        except _DeadlineExceeded:
+            done.cancel()
+            raise
+
+
+class ShardServicer(_Servicer):
+    """EmbeddingShard. Pull and Push take and return the bytes of their messages."""
+
+    @_answered
+    def DescribeTables(self, request: pb.DescribeTablesRequest, context: grpc.ServicerContext) -> Message:
+        return self._run(context, shard_calls.describe_tables)
+
+    @_answered
+    def CreateTables(self, request: pb.CreateTablesRequest, context: grpc.ServicerContext) -> Message:
+        def work(shard: Shard) -> Message:
+            answer = shard_calls.create_tables(shard, request)
+            self._state.dims = _dims(shard)
+            return answer
+
+        return self._run(context, work)
+
+    @_answered
+    def GetEpoch(self, request: pb.GetEpochRequest, context: grpc.ServicerContext) -> Message:
+        return self._run(context, lambda shard: shard_calls.get_epoch(shard, request))
+
+    @_answered
+    def BeginEpoch(self, request: pb.BeginEpochRequest, context: grpc.ServicerContext) -> Message:
+        max_workers = self._state.admission.limits.max_workers
+        answers = self._state.answers
+        return self._run(context, lambda shard: shard_calls.begin_epoch(shard, answers, request, max_workers))
+
+    @_answered
+    def Advance(self, request: pb.AdvanceRequest, context: grpc.ServicerContext) -> Message:
+        return self._run(context, lambda shard: shard_calls.advance(shard, self._state.answers, request))
+
+    @_answered
+    def GetMaskInfo(self, request: pb.GetMaskInfoRequest, context: grpc.ServicerContext) -> Message:
+        return self._run(context, shard_calls.mask_info)
+
+    @_answered
+    def Pull(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        state = self._state
+        with state.admission.call():
+            call = tensor_codec.decode_pull(request)
+            size = len(request) + state.check_reply("Pull", call.ids, call.wire_dtype)
+            with state.admission.bytes(size) as held:
+                later = self._run(
+                    context,
+                    lambda shard: shard.pull(call.who, call.step, call.ids, call.wire_dtype, call.part, call.num_parts),
+                )
+                if not later.done():
+                    held.release()
+                rows = state.waiting.wait(context, later)
+                return tensor_codec.encode_rows(pb.PullResponse, call.wire_dtype, rows)
+
+    @_answered
+    def Push(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        state = self._state
+        with state.admission.call():
+            call = tensor_codec.decode_push(request)
+            with state.admission.bytes(len(request)) as held:
+                later = self._run(
+                    context,
+                    lambda shard: shard.push(
+                        call.who, call.step, call.gradients, call.wire_dtype, call.part, call.num_parts
+                    ),
+                )
+                if not later.done():
+                    held.release()
+                ack = state.waiting.wait(context, later)
+                return pb.PushResponse(
+                    step=ack.step,
+                    rows_applied=ack.rows_applied,
+                    rows_ignored=ack.rows_ignored,
+                    duplicate=ack.duplicate,
+                ).SerializeToString()
+
+
+class LookupServicer(_Servicer):
+    """EmbeddingLookup. Lookup takes and returns the bytes of its messages."""
+
+    @_answered
+    def ListTables(self, request: pb.ListTablesRequest, context: grpc.ServicerContext) -> Message:
+        return self._run(context, shard_calls.list_tables)
+
+    @_answered
+    def GetTable(self, request: pb.GetTableRequest, context: grpc.ServicerContext) -> Message:
+        return self._run(context, lambda shard: shard_calls.get_table(shard, request))
+
+    @_answered
+    def Lookup(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        state = self._state
+        with state.admission.call():
+            wire_dtype, ids = tensor_codec.decode_lookup(request)
+            with state.admission.bytes(len(request) + state.check_reply("Lookup", ids, wire_dtype)):
+                rows = self._run(context, lambda shard: shard.lookup(ids, wire_dtype))
+                return tensor_codec.encode_rows(pb.LookupResponse, wire_dtype, rows)
+
+
+def _dims(shard: Shard) -> dict[str, int]:
+    return {name: spec.dim for name, spec in shard.table_specs().items()}
+
+
+class ServerState:
+    """What the servicers of one server share."""
+
+    def __init__(self, shard: Shard, limits: Limits) -> None:
+        self.dims = _dims(shard)  # replaced whole by the executor thread, read by any
+        self.executor = ShardExecutor(shard)
+        self.admission = Admission(limits)
+        self.waiting = WaitingCalls()
+        self.answers = shard_calls.LastAnswers()  # executor thread only
+
+    def check_reply(self, call: str, ids: Mapping[str, np.ndarray], wire_dtype: WireDtype) -> int:
+        """Size of the reply in bytes, unknown tables left out. Raises InvalidInput if it passes the limit."""
+        itemsize = WIRE_NUMPY[wire_dtype].itemsize
+        size = sum(len(row_ids) * (self.dims.get(name, 0) * itemsize + 1) for name, row_ids in ids.items())
+        if size > tensor_codec.MAX_PAYLOAD_BYTES:
+            num_rows = sum(len(row_ids) for row_ids in ids.values())
+            raise InvalidInput(
+                f"{call}: {num_rows} rows in {len(ids)} tables are {size} bytes, above the limit of "
+                f"{tensor_codec.MAX_PAYLOAD_BYTES} bytes a message; send the request in parts"
+            )
+        return size
+
+
+def _handlers(service: str, servicer: Any) -> grpc.GenericRpcHandler:
+    """Method handlers of a service; Pull, Push and Lookup pass bytes through."""
+    handlers = {}
+    for method in pb.DESCRIPTOR.services_by_name[service].methods:
+        if method.name in ("Pull", "Push", "Lookup"):
+            handlers[method.name] = grpc.unary_unary_rpc_method_handler(getattr(servicer, method.name))
+        else:
+            handlers[method.name] = grpc.unary_unary_rpc_method_handler(
+                getattr(servicer, method.name),
+                request_deserializer=getattr(pb, method.input_type.name).FromString,
+                response_serializer=getattr(pb, method.output_type.name).SerializeToString,
+            )
+    return grpc.method_handlers_generic_handler(f"{pb.DESCRIPTOR.package}.{service}", handlers)
+
+
+class ShardServer:
+    """A shard behind a port. Takes ownership of the shard.
+
+    Life: created (health NOT_SERVING), `start`, `serving` (health SERVING), `stop`.
+    """
+
+    def __init__(self, shard: Shard, limits: Limits | None = None) -> None:
+        limits = limits or Limits()
+        max_rpcs = limits.max_calls + SPARE_THREADS
+        self._state = ServerState(shard, limits)
+        self._health = health.HealthServicer()
+        self._pool = ThreadPoolExecutor(max_rpcs, thread_name_prefix="shard-rpc")
+        self._server = grpc.server(self._pool, options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_rpcs)
+        self._server.add_generic_rpc_handlers(
+            (
+                _handlers("EmbeddingShard", ShardServicer(self._state)),
+                _handlers("EmbeddingLookup", LookupServicer(self._state)),
+            )
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SHARD_SERVICE, LOOKUP_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    def _set_health(self, status: int) -> None:
+        for service in ("", SHARD_SERVICE, LOOKUP_SERVICE):
+            self._health.set(service, status)
+
+    def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Binds and serves; port 0 takes a free one. Returns "host:port". Raises StoreUnavailable if it cannot bind."""
+        try:
+            bound = self._server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise StoreUnavailable(f"cannot listen on {host}:{port}: {error}; choose another --port") from error
+        self._server.start()
+        self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        return f"{host}:{bound}"
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """Drains: no new calls, running ones finish within `grace_s`, waiting ones are told to try elsewhere."""
+        self._health.enter_graceful_shutdown()
+        stopped = self._server.stop(grace_s)
+        self._state.waiting.refuse_all(StoreUnavailable("the shard is shutting down; try again when it is back"))
+        stopped.wait(grace_s + 1.0)
+        self._state.executor.close()
+        self._pool.shutdown(wait=False)

@@ -1,0 +1,279 @@
+"""Messages with rows in them, between numpy arrays and bytes, with one copy of the payload.
+
+row_ids, flags and values are framed by hand (message_frames.py says why); every message stays one that the generated
+classes read and write. `values` is placed at a multiple of 8 bytes with the help of `padding` and read where it lies.
+
+Sizes: n rows of a table, D its dim, W bytes of a wire value (4 or 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from embedding_server.errors import InvalidInput
+from embedding_server.shard import ShardGradients
+from embedding_server.spec import MAX_DIM
+from embedding_server.store import WIRE_NUMPY, Identity, Rows, WireDtype
+from frostline.v1 import embedding_pb2 as pb
+from services.message_frames import as_array, frame, unframe, view
+
+#: most bytes of row_ids, flags and values in one message; larger calls go in parts
+MAX_PAYLOAD_BYTES = 64 << 20
+#: limit that both sides give to grpc: payload, table names and framing
+MAX_MESSAGE_BYTES = MAX_PAYLOAD_BYTES + (2 << 20)
+#: most parts of one Pull or Push: bounds what a shard stages for a worker at 16 GiB
+MAX_PARTS = 256
+ROW_ID_BYTES = 8
+
+WIRE_ENUM: dict[WireDtype, pb.WireDtype] = {
+    "float32": pb.WIRE_DTYPE_FLOAT32,
+    "float16": pb.WIRE_DTYPE_FLOAT16,
+    "bfloat16": pb.WIRE_DTYPE_BFLOAT16,
+}
+_WIRE_NAME: dict[int, WireDtype] = {number: name for name, number in WIRE_ENUM.items()}
+
+RowsReply = pb.PullResponse | pb.LookupResponse
+_ABSENT = (0, 0)
+_PULL_ROW_IDS = pb.PullRequest.ROW_IDS_FIELD_NUMBER
+_LOOKUP_ROW_IDS = pb.LookupRequest.ROW_IDS_FIELD_NUMBER
+_PUSH_ROW_IDS = pb.PushRequest.ROW_IDS_FIELD_NUMBER
+_PUSH_DEFAULTS = pb.PushRequest.DEFAULT_GRADIENTS_FIELD_NUMBER
+_PUSH_VALUES = pb.PushRequest.VALUES_FIELD_NUMBER
+_REPLY_FLAGS = pb.PullResponse.FLAGS_FIELD_NUMBER
+_REPLY_VALUES = pb.PullResponse.VALUES_FIELD_NUMBER
+
+
+@dataclass(frozen=True, slots=True)
+class PullCall:
+    """A decoded PullRequest."""
+
+    who: Identity
+    step: int
+    part: int
+    num_parts: int
+    wire_dtype: WireDtype
+    ids: dict[str, np.ndarray]  # int64[n] of each table
+
+
+@dataclass(frozen=True, slots=True)
+class PushCall:
+    """A decoded PushRequest. The arrays are views of the message."""
+
+    who: Identity
+    step: int
+    part: int
+    num_parts: int
+    wire_dtype: WireDtype
+    gradients: dict[str, ShardGradients]
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_size(call: str, field: str, size: int, expected: int, rule: str) -> None:
+    if size != expected:
+        raise InvalidInput(
+            f"{call}: {field} has {size} bytes, the table list asks for {expected} ({rule}); make them add up"
+        )
+
+
+def _check_part(call: str, part: int, num_parts: int) -> int:
+    """The number of parts, at least 1."""
+    num_parts = max(num_parts, 1)
+    if num_parts > MAX_PARTS:
+        raise InvalidInput(f"{call}: num_parts={num_parts} is above {MAX_PARTS}; send a smaller batch")
+    if part >= num_parts:
+        raise InvalidInput(f"{call}: part={part} must be below num_parts={num_parts}; parts count from 0")
+    return num_parts
+
+
+def wire_name(call: str, number: int) -> WireDtype:
+    """Name of a WireDtype number. Raises InvalidInput for a number that is none."""
+    if number not in _WIRE_NAME:
+        raise InvalidInput(f"{call}: wire_dtype={number} is not one of {', '.join(WIRE_ENUM)}; set it in the request")
+    return _WIRE_NAME[number]
+
+
+def _check_unique(call: str, names: Sequence[str]) -> None:
+    if len(set(names)) != len(names):
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise InvalidInput(f"{call}: table {twice!r} is listed twice; send one entry with all its rows")
+
+
+def _identity(caller: pb.Caller) -> Identity:
+    return Identity(caller.job, caller.epoch, caller.worker)
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+def encode_pull(
+    who: Identity, step: int, wire_dtype: WireDtype, ids: Mapping[str, np.ndarray], part: int = 0, num_parts: int = 1
+) -> bytes:
+    """A PullRequest; ids: contiguous int64[n] of each table."""
+    header = pb.PullRequest(
+        caller=pb.Caller(job=who.job, epoch=who.epoch, worker=who.worker),
+        step=step,
+        part=part,
+        num_parts=num_parts,
+        wire_dtype=WIRE_ENUM[wire_dtype],
+        tables=[pb.TableIds(table=name, num_rows=len(row_ids)) for name, row_ids in ids.items()],
+    )
+    return frame(header, [(_PULL_ROW_IDS, list(ids.values()))])
+
+
+def decode_pull(data: bytes) -> PullCall:
+    """Raises InvalidInput when lengths do not add up."""
+    header, found = unframe(data, pb.PullRequest, (_PULL_ROW_IDS,))
+    num_parts = _check_part("Pull", header.part, header.num_parts)
+    ids = _decode_ids("Pull", data, header.tables, found.get(_PULL_ROW_IDS, _ABSENT))
+    wire = wire_name("Pull", header.wire_dtype)
+    return PullCall(_identity(header.caller), header.step, header.part, num_parts, wire, ids)
+
+
+def encode_lookup(wire_dtype: WireDtype, ids: Mapping[str, np.ndarray]) -> bytes:
+    """A LookupRequest; ids: contiguous int64[n] of each table."""
+    header = pb.LookupRequest(
+        wire_dtype=WIRE_ENUM[wire_dtype],
+        tables=[pb.TableIds(table=name, num_rows=len(row_ids)) for name, row_ids in ids.items()],
+    )
+    return frame(header, [(_LOOKUP_ROW_IDS, list(ids.values()))])
+
+
+def decode_lookup(data: bytes) -> tuple[WireDtype, dict[str, np.ndarray]]:
+    """Wire dtype of the reply and int64[n] of each table. Raises InvalidInput when lengths do not add up."""
+    header, found = unframe(data, pb.LookupRequest, (_LOOKUP_ROW_IDS,))
+    ids = _decode_ids("Lookup", data, header.tables, found.get(_LOOKUP_ROW_IDS, _ABSENT))
+    return wire_name("Lookup", header.wire_dtype), ids
+
+
+def _decode_ids(call: str, data: bytes, tables: Sequence[pb.TableIds], place: tuple[int, int]) -> dict[str, np.ndarray]:
+    """int64[n] of each table. Copies: 8 bytes a row, against rows of hundreds."""
+    offset, size = place
+    _check_unique(call, [entry.table for entry in tables])
+    total = sum(entry.num_rows for entry in tables)
+    _check_size(call, "row_ids", size, total * ROW_ID_BYTES, f"{total} rows x 8")
+    row_ids = np.frombuffer(data, np.int64, total, offset).copy() if total else np.empty(0, np.int64)
+    ids: dict[str, np.ndarray] = {}
+    at = 0
+    for entry in tables:
+        ids[entry.table] = row_ids[at : at + entry.num_rows]
+        at += entry.num_rows
+    return ids
+
+
+def encode_push(
+    who: Identity,
+    step: int,
+    wire_dtype: WireDtype,
+    gradients: Mapping[str, ShardGradients],
+    part: int = 0,
+    num_parts: int = 1,
+) -> bytes:
+    """A PushRequest. Arrays are contiguous; values are of WIRE_NUMPY[wire_dtype]."""
+    header = pb.PushRequest(
+        caller=pb.Caller(job=who.job, epoch=who.epoch, worker=who.worker),
+        step=step,
+        part=part,
+        num_parts=num_parts,
+        wire_dtype=WIRE_ENUM[wire_dtype],
+        tables=[
+            pb.TableGradients(
+                table=name,
+                num_rows=len(table.row_ids),
+                dim=table.values.shape[1],
+                learning_rate=table.learning_rate,
+                has_default_gradient=table.default_gradient is not None,
+            )
+            for name, table in gradients.items()
+        ],
+    )
+    tables = gradients.values()
+    defaults = [table.default_gradient for table in tables if table.default_gradient is not None]
+    bulk = [
+        (_PUSH_ROW_IDS, [table.row_ids for table in tables]),
+        (_PUSH_DEFAULTS, defaults),
+        (_PUSH_VALUES, [table.values for table in tables]),
+    ]
+    return frame(header, bulk, aligned=_PUSH_VALUES)
+
+
+def decode_push(data: bytes) -> PushCall:
+    """Raises InvalidInput when lengths do not add up."""
+    header, found = unframe(data, pb.PushRequest, (_PUSH_ROW_IDS, _PUSH_DEFAULTS, _PUSH_VALUES))
+    num_parts = _check_part("Push", header.part, header.num_parts)
+    wire = wire_name("Push", header.wire_dtype)
+    ids = _decode_ids("Push", data, header.tables, found.get(_PUSH_ROW_IDS, _ABSENT))
+    base = as_array(data)
+    values_at = _check_values("Push", header.tables, found.get(_PUSH_VALUES, _ABSENT), WIRE_NUMPY[wire].itemsize)
+    defaults_at, defaults_size = found.get(_PUSH_DEFAULTS, _ABSENT)
+    num_defaults = sum(entry.dim for entry in header.tables if entry.has_default_gradient)
+    _check_size("Push", "default_gradients", defaults_size, 4 * num_defaults, "dim x 4 for each table that has one")
+    gradients: dict[str, ShardGradients] = {}
+    for entry in header.tables:
+        values = view(base, values_at, (entry.num_rows, entry.dim), WIRE_NUMPY[wire])
+        values_at += values.nbytes
+        default = None
+        if entry.has_default_gradient:
+            default = np.frombuffer(data, np.float32, entry.dim, defaults_at).copy()
+            defaults_at += default.nbytes
+        gradients[entry.table] = ShardGradients(ids[entry.table], values, entry.learning_rate, default)
+    return PushCall(_identity(header.caller), header.step, header.part, num_parts, wire, gradients)
+
+
+def _check_values(
+    call: str, tables: Sequence[pb.TableGradients] | Sequence[pb.TableRows], place: tuple[int, int], itemsize: int
+) -> int:
+    """Offset of the values in the message."""
+    offset, size = place
+    for entry in tables:
+        if not 0 < entry.dim <= MAX_DIM:
+            raise InvalidInput(
+                f"{call}: table {entry.table!r}: dim={entry.dim} must be 1 to {MAX_DIM}; send the table's dim"
+            )
+    total = sum(entry.num_rows * entry.dim for entry in tables)
+    _check_size(call, "values", size, total * itemsize, f"{total} values (rows x dim) x {itemsize}")
+    return offset
+
+
+# --- replies ---------------------------------------------------------------------------------------------------------
+
+
+def encode_rows(
+    cls: type[pb.PullResponse] | type[pb.LookupResponse], wire_dtype: WireDtype, rows: Mapping[str, Rows]
+) -> bytes:
+    """A PullResponse or LookupResponse."""
+    header = cls(
+        wire_dtype=WIRE_ENUM[wire_dtype],
+        tables=[
+            pb.TableRows(table=name, num_rows=len(table.flags), dim=table.values.shape[1])
+            for name, table in rows.items()
+        ],
+    )
+    bulk = [
+        (_REPLY_FLAGS, [table.flags for table in rows.values()]),
+        (_REPLY_VALUES, [table.values for table in rows.values()]),
+    ]
+    return frame(header, bulk, aligned=_REPLY_VALUES)
+
+
+def decode_rows(cls: type[RowsReply], data: bytes) -> dict[str, Rows]:
+    """Rows of each table, as views of the reply. Raises InvalidInput when lengths do not add up."""
+    header, found = unframe(data, cls, (_REPLY_FLAGS, _REPLY_VALUES))
+    call = cls.DESCRIPTOR.name
+    dtype = WIRE_NUMPY[wire_name(call, header.wire_dtype)]
+    total = sum(entry.num_rows for entry in header.tables)
+    flags_at, flags_size = found.get(_REPLY_FLAGS, _ABSENT)
+    _check_size(call, "flags", flags_size, total, f"{total} rows x 1")
+    values_at = _check_values(call, header.tables, found.get(_REPLY_VALUES, _ABSENT), dtype.itemsize)
+    base = as_array(data)
+    rows: dict[str, Rows] = {}
+    for entry in header.tables:
+        values = view(base, values_at, (entry.num_rows, entry.dim), dtype)
+        rows[entry.table] = Rows(values, base[flags_at : flags_at + entry.num_rows])
+        values_at += values.nbytes
+        flags_at += entry.num_rows
+    return rows
