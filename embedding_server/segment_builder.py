@@ -9,17 +9,18 @@ from embedding_server.reserved import ReservedArray
 from embedding_server.segment_file import CRC_BLOCK_BYTES, SegmentArrays, SegmentFormat, header_bytes
 
 MAX_SEGMENT_BYTES = 256 << 20
+MAX_STEP = 10**18 - 1  # 18 digits, as segment_reader.py accepts
 
 
 def fixed_bytes(fmt: SegmentFormat) -> int:
-    """File bytes that a segment takes whatever its number of rows, within a few: header and bucket_offsets."""
-    return len(header_bytes(fmt, 1, 0)) + 4 * (fmt.num_buckets + 1)
+    """File bytes that a segment takes whatever its number of rows, at most: header and bucket_offsets."""
+    return len(header_bytes(fmt, MAX_SEGMENT_ROWS, MAX_STEP)) + 4 * (fmt.num_buckets + 1)
 
 
 def capacity_rows(fmt: SegmentFormat, max_bytes: int = MAX_SEGMENT_BYTES) -> int:
-    """Rows whose file stays within max_bytes (CRCs and a longer header included); at least 1."""
+    """Rows whose file stays within max_bytes (CRCs included); at least 1."""
     crc_bytes = 4 * (max_bytes // CRC_BLOCK_BYTES + 1)
-    return max(1, min(MAX_SEGMENT_ROWS, (max_bytes - fixed_bytes(fmt) - crc_bytes - 64) // fmt.unit_bytes))
+    return max(1, min(MAX_SEGMENT_ROWS, (max_bytes - fixed_bytes(fmt) - crc_bytes) // fmt.unit_bytes))
 
 
 class SegmentBuilder:
