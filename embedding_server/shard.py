@@ -228,11 +228,7 @@ class Shard:
             if job.steps.is_repeated_pull(who.worker, step, part):  # a retry of it ran while this one waited
                 rows = {name: self._tables[name].reread(row_ids, wire_dtype) for name, row_ids in ids.items()}
             else:
-                several = job.steps.num_workers > 1
-                rows = {
-                    name: self._tables[name].pull(row_ids, step, wire_dtype, several_workers=several)
-                    for name, row_ids in ids.items()
-                }
+                rows = {name: self._tables[name].pull(row_ids, step, wire_dtype) for name, row_ids in ids.items()}
                 job.steps.note_pull(who.worker, step, part, num_parts)
             future.set_result(rows)
 
@@ -329,7 +325,8 @@ class Shard:
             defaults = [chunk for chunk, _ in chunks if chunk.default_gradient is not None]
             self._apply_default(job, name, defaults, step)
         job.staged.clear()
-        job.steps.applied = [step] * job.steps.num_workers
+        for worker in range(job.steps.num_workers):
+            job.steps.note_push(worker, step)
         for push in workers:
             for future in push.waiting:
                 _complete(future, PushAck(step, applied, ignored, duplicate=False))
@@ -346,7 +343,7 @@ class Shard:
             for chunk, _ in chunks:
                 if chunk.default_gradient is not None:
                     defaults[name] = chunk
-        job.steps.applied[worker] = push.step
+        job.steps.note_push(worker, push.step)
         job.defaults.setdefault(push.step, {})[worker] = defaults
         for step in sorted(job.defaults):
             by_worker = job.defaults[step]

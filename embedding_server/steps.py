@@ -57,7 +57,7 @@ class JobSteps:
                 )
             self.applied = [self.last_step] * num_workers
         self.epoch, self.num_workers, self.mode = epoch, num_workers, mode
-        self.pulled = [self.last_step] * num_workers
+        self.pulled = list(self.applied)  # what was applied was pulled: pulling it again is a repeat
         self._pull_parts.clear()
 
     def check(self, who: Identity) -> None:
@@ -106,6 +106,13 @@ class JobSteps:
                 self.applied[worker] + 1,
             )
         return step <= self.applied[worker]
+
+    def note_push(self, worker: int, step: int) -> None:
+        """The push is applied. A new epoch may push what an earlier one pulled, so the pull counts as done too."""
+        self.applied[worker] = step
+        if self.pulled[worker] < step:
+            self.pulled[worker] = step
+            self._pull_parts.pop(worker, None)
 
     def check_barrier(self, step: int) -> None:
         """NotReady unless `step` is applied for all workers and none has pulled the next."""

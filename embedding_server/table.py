@@ -93,11 +93,15 @@ class Table:
 
     # Pull and look-up ---------------------------------------------------------------------------------------------
 
-    def pull(self, row_ids: np.ndarray, step: int, wire_dtype: WireDtype, *, several_workers: bool) -> Rows:
+    def pull(self, row_ids: np.ndarray, step: int, wire_dtype: WireDtype) -> Rows:
         """Training read: counts the visit, admits new rows, thaws (policy idle). int64[n] -> Rows in that order."""
+        if has_duplicates(row_ids):
+            unique, inverse = np.unique(row_ids, return_inverse=True)
+            rows = self.pull(unique, step, wire_dtype)
+            return Rows(rows.values[inverse], rows.flags[inverse])
         entries, locations, missing, frozen = self.index.locate(row_ids)
         self.move_origin_of_heat(step)
-        cold = self._first_cold_visits(row_ids, entries, locations, step, several_workers and missing + frozen > 0)
+        cold = self._first_cold_visits(row_ids, entries, locations, step, missing + frozen > 0)
         counted = np.empty(row_ids.shape[0], np.bool_)
         visit_rows(
             entries, locations, self.last_step.array.reshape(-1), self.visits.array.reshape(-1), step, cold, counted
@@ -247,17 +251,13 @@ class Table:
         if below.shape[0]:
             entries, _, used = self.index.insert(below, np.full(below.shape[0], INITIAL))
             self.rows_frozen += used
-            self._bump_heat(np.unique(entries), np.ones(used, np.bool_), step)
+            self._bump_heat(entries, np.ones(used, np.bool_), step)
 
     def _insert(self, row_ids: np.ndarray, slots: np.ndarray, step: int) -> None:
-        entries, locations, used = self.index.insert(row_ids, slots.astype(np.uint32))
-        taken = locations.astype(np.int32)
-        self.hot.initialise(taken, row_ids, self.spec)
-        self.last_step.array[taken, 0] = step
-        self.visits.array[taken, 0] = self.spec.policy.min_count
-        if used < slots.shape[0]:  # the caller repeated an ID
-            self.slots.give_back(slots[used:])
-            entries = np.unique(entries)
+        entries, _, _ = self.index.insert(row_ids, slots.astype(np.uint32))
+        self.hot.initialise(slots, row_ids, self.spec)
+        self.last_step.array[slots, 0] = step
+        self.visits.array[slots, 0] = self.spec.policy.min_count
         self._bump_heat(entries, np.ones(entries.shape[0], np.bool_), step)
 
     def _enters_hot(self, row_ids: np.ndarray, step: int) -> np.ndarray:
@@ -270,23 +270,22 @@ class Table:
 
     def _thaw_visited(self, row_ids: np.ndarray, entries: np.ndarray, locations: np.ndarray, step: int) -> None:
         at = np.flatnonzero((entries != 0) & ((locations & FROZEN_BIT) != 0))
-        _, first = np.unique(entries[at], return_index=True)
-        at = at[first]
         thawed = at[: thaw(self, entries[at], locations[at], row_ids[at], step)]
         slots = self.index.locate(row_ids[thawed])[1]
         self.visits.array[slots, 0] = np.minimum(254, self.visits.array[slots, 0]) + 1
 
     def _first_cold_visits(
-        self, row_ids: np.ndarray, entries: np.ndarray, locations: np.ndarray, step: int, several: bool
+        self, row_ids: np.ndarray, entries: np.ndarray, locations: np.ndarray, step: int, any_cold: bool
     ) -> np.ndarray:
         """bool[n]: no earlier Pull of this step named the row. Only rows without a last_step need the list kept here."""
-        if not several:
-            return np.ones(row_ids.shape[0], np.bool_)
-        if step != self._cold_step:
-            self._cold_step, self._cold_ids = step, np.empty(0, np.int64)
-        first = ~np.isin(row_ids, self._cold_ids)
-        cold = (entries == 0) | ((locations & FROZEN_BIT) != 0)
-        self._cold_ids = np.concatenate([self._cold_ids, row_ids[cold & first]])
+        first = np.ones(row_ids.shape[0], np.bool_)
+        if any_cold:
+            if step != self._cold_step:
+                self._cold_step, self._cold_ids = step, np.empty(0, np.int64)
+            elif self._cold_ids.shape[0]:
+                first = ~np.isin(row_ids, self._cold_ids)
+            cold = (entries == 0) | ((locations & FROZEN_BIT) != 0)
+            self._cold_ids = np.concatenate([self._cold_ids, row_ids[cold & first]])
         return first
 
     # Heat, memory, statistics ---------------------------------------------------------------------------------------
