@@ -139,7 +139,7 @@ class ServersSection(Section):
             )
         if self.addresses and not is_external:
             raise ValueError(
-                f"`addresses` is given with store={self.store!r}, launch={self.launch!r}, which start shards themselves; "
+                f"`addresses` is given with store={self.store!r}, launch={self.launch!r}, which start shards; "
                 "set store='remote' and launch='external', or remove the addresses"
             )
         return self

@@ -37,6 +37,8 @@ class Schema:
 
     dense: tuple[str, ...]
     features: tuple[Feature, ...]
+    #: features of the bias-only logistic regression that a model is compared with; empty: all of them
+    bias_features: tuple[str, ...] = ()
 
     @property
     def num_dense(self) -> int:
