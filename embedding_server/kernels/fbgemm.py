@@ -123,7 +123,7 @@ class FbgemmHotRows(HotRows):
         self._build(0, ())
 
     def _build(self, capacity: int, before: tuple[torch.Tensor, ...]) -> None:
-        """Makes a TBE of `capacity` rows that holds what fits of `before` (weights, state parts); the rest are zeros."""
+        """Makes a TBE of `capacity` rows that holds what fits of `before` (weights, state parts), else zeros."""
         self._table = self._new_table(max(capacity, 1))
         self._capacity = capacity
         self._weights: torch.Tensor = self._table.split_embedding_weights()[0]

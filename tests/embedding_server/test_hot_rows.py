@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from embedding_server.hot_rows import CpuHotRows, HotRows, ReferenceHotRows
-from embedding_server.kernels import cpu
 from embedding_server.kernels.wire import from_float32, to_float32
 from embedding_server.optimizers import initial_state
 from embedding_server.reserved import PAGE_BYTES
@@ -199,7 +198,3 @@ def test_a_cpu_shard_imports_no_torch() -> None:
         "assert 'fbgemm_gpu' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env={"PYTHONPATH": ":".join(sys.path)})
-
-
-def test_the_kernels_have_no_second_type_for_any_wire_dtype() -> None:
-    assert {len(kernel.signatures) for kernel in cpu.Kernel.registry} <= {1, 2}

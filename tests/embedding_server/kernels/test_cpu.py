@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from embedding_server.kernels import cpu, reference
+from embedding_server.kernels.kernel import Kernel, warm_up
 from embedding_server.kernels.wire import MODES, from_float32, wire_view
 from embedding_server.store import WIRE_NUMPY
 
@@ -170,7 +171,7 @@ def test_initial_values_are_uniform_and_below_the_upper_end() -> None:
 
 
 def test_kernels_take_what_the_network_gives_and_never_compile_a_second_time() -> None:
-    cpu.warm_up()
+    warm_up()
     payload = np.arange(8 * 4, dtype=np.float32).tobytes()
     gradients = np.frombuffer(b"x" + payload, np.float32, offset=1).reshape(8, 4)
     assert not gradients.flags.writeable
@@ -180,6 +181,6 @@ def test_kernels_take_what_the_network_gives_and_never_compile_a_second_time() -
     cpu.apply_sgd(weights, slots, gradients, slots, 0, np.float32(0.5), np.float32(2.0))
     np.testing.assert_array_equal(weights, -gradients)
     assert cpu.all_finite(gradients, 0) == -1
-    for kernel in cpu.Kernel.registry:
+    for kernel in Kernel.registry:
         compiled = kernel.compile()
-        assert len(compiled.signatures) == len(kernel.signatures)
+        assert len(compiled.signatures) == len(kernel._signatures)
