@@ -62,7 +62,9 @@ def make_samples(config: dict[str, Any], seed: int = 0, share: tuple[int, int] =
             # a fixed odd multiplier spreads the ranks over the table, so that hot rows are not neighbours
             values.append((draws * 40_503 % config["rows_per_table"])[first:last].ravel())
         lengths = np.repeat(np.asarray(hots, np.int32), last - first)
-        sparse = KeyedJaggedTensor(FEATURES, torch.from_numpy(np.concatenate(values)), lengths=torch.from_numpy(lengths))
+        sparse = KeyedJaggedTensor(
+            FEATURES, torch.from_numpy(np.concatenate(values)), lengths=torch.from_numpy(lengths)
+        )
         dense = rng.standard_normal((num, NUM_DENSE), dtype=np.float32)[first:last]
         labels = (rng.random(num) < 0.25).astype(np.float32)[first:last]
         batches.append(Samples(torch.from_numpy(dense), sparse, torch.from_numpy(labels)))
@@ -133,7 +135,9 @@ def torchrec_model(config: dict[str, Any], rank: int, size: int, store_file: str
     fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": LEARNING_RATE, "eps": 1e-8}
     sharder = EmbeddingBagCollectionSharder(fused_params=fused)
     constraints = {c.name: ParameterConstraints(sharding_types=[ShardingType.TABLE_WISE.value]) for c in configs}
-    planner = EmbeddingShardingPlanner(topology=Topology(world_size=size, compute_device="cpu"), constraints=constraints)
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=size, compute_device="cpu"), constraints=constraints
+    )
     plan = planner.collective_plan(model, [sharder], dist.group.WORLD) if size > 1 else planner.plan(model, [sharder])
     return DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=[sharder])
 

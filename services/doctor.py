@@ -305,7 +305,7 @@ def _cpu_quota() -> float | None:
     return int(quota) / int(period) if quota != "max" else None
 
 
-def as_json(checks: list[Check]) -> dict[str, Any]:
+def as_document(checks: list[Check]) -> dict[str, Any]:
     return {
         "healthy": is_healthy(checks),
         "checks": [{"name": c.name, "verdict": c.verdict, "found": c.found, "remedy": c.remedy} for c in checks],

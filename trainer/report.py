@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -24,6 +24,9 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 from embedding_server.store import TableStats, WireStats
+
+if TYPE_CHECKING:
+    from trainer.metrics import Metrics
 
 #: of the classic recipe "train only the most frequent 40% of rows", printed beside arm `topk`
 PUBLISHED_CLAIM = "published for the top-40% recipe: memory -58%, speed 1.88x, AUC -0.6%"
@@ -72,14 +75,13 @@ class ArmSummary:
 
 
 def summarise_arm(
-    rows: TableStats, wire: WireStats, test: Mapping[str, float] | None, num_samples: int, train_s: float, wall_s: float
+    rows: TableStats, wire: WireStats, test: Metrics | None, num_samples: int, train_s: float, wall_s: float
 ) -> ArmSummary:
-    """`test`: {"auc", "logloss", "ne"} of the test split, or None."""
-    metrics = {key: _finite(test[key]) if test else None for key in ("auc", "logloss", "ne")}
+    """`test`: of the test split; None if there is none."""
     return ArmSummary(
-        test_auc=metrics["auc"],
-        test_logloss=metrics["logloss"],
-        test_ne=metrics["ne"],
+        test_auc=_finite(test.auc) if test else None,
+        test_logloss=_finite(test.logloss) if test else None,
+        test_ne=_finite(test.ne) if test else None,
         bytes_total=rows.bytes_total,
         bytes_hot=rows.bytes_hot,
         bytes_state=rows.bytes_state,
@@ -226,11 +228,11 @@ def claim_lines(arms: Mapping[str, ArmSummary], name: str = "topk") -> list[str]
     return [f"{name} here: {', '.join(parts)}", PUBLISHED_CLAIM]
 
 
-def bias_only_line(metrics: Mapping[str, float]) -> str:
+def bias_only_line(metrics: Metrics) -> str:
     """`metrics`: of the bias-only logistic regression on the test split."""
     return (
         "bias-only logistic regression on the same split: "
-        f"test AUC {metrics['auc']:.4f}, logloss {metrics['logloss']:.4f}, NE {metrics['ne']:.4f}"
+        f"test AUC {metrics.auc:.4f}, logloss {metrics.logloss:.4f}, NE {metrics.ne:.4f}"
     )
 
 

@@ -1,0 +1,154 @@
+"""`frostline`: the one command. Each subcommand imports what it needs, so that a shard loads neither torch nor ray.
+
+Exit status: 0 done, 1 failed, 2 the input is wrong (a job file, an option). Results for machines go to standard output
+with --json; what people read goes to standard error then.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from trainer.job import Job
+
+app = typer.Typer(
+    name="frostline",
+    help="Trains recommendation models over sharded embedding servers that freeze the long tail.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Results as JSON on standard output, all else on standard error.")
+]
+
+
+@app.command()
+def train(
+    job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job; `frostline schema` describes it.")],
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="a.b=c", help="Overrides a key of the job; may be repeated.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Trains every arm of a job and compares them."""
+    console = Console(stderr=as_json)
+    with errors_to_exit_status(console):
+        from trainer.job import load_job
+
+        job = load_job(job_file, settings or [])
+        document = _train(job, console)
+    if as_json:
+        print(json.dumps(document))
+
+
+def _train(job: Job, console: Console) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from services.train_job import bias_only, run_job
+    from trainer.report import ProgressShow, bias_only_line, claim_lines, final_table
+
+    folder = job.trainer.output_dir / job.name
+    console.print(f"job {job.name!r}: arms {', '.join(job.arm_jobs())}; results in {folder}", highlight=False)
+    with ProgressShow(console, job.trainer.log_every_s) as show:
+        arms = run_job(job, show.update, show.say)
+        show.say("fitting the bias-only logistic regression")
+        bias = bias_only(job)
+    console.print(final_table(arms))
+    for line in [*([bias_only_line(bias)] if bias else []), *claim_lines(arms), f"summary: {folder / 'summary.json'}"]:
+        console.print(line, highlight=False, soft_wrap=True)
+    return {
+        "job": job.name,
+        "summary": str(folder / "summary.json"),
+        "arms": {arm: asdict(summary) for arm, summary in arms.items()},
+        "bias_only": asdict(bias) if bias else None,
+    }
+
+
+@app.command()
+def shard(
+    host: Annotated[
+        str, typer.Option(help="Address to bind. There is no encryption: keep it to trusted networks.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 0,
+    shard_index: Annotated[int, typer.Option(min=0, help="Which shard this is, from 0.")] = 0,
+    num_shards: Annotated[int, typer.Option(min=1, help="Shards of the store.")] = 1,
+    buckets: Annotated[
+        str | None, typer.Option(metavar="FIRST-LAST", help="Buckets to own; default: an even share by --shard-index.")
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of segments; default: a temporary one.")] = None,
+    memory_limit_bytes: Annotated[int, typer.Option(min=1 << 20, help="Bound of this shard's memory.")] = 8 << 30,
+    backend: Annotated[str, typer.Option(help="Row kernels: auto, cpu, reference or fbgemm.")] = "auto",
+    threads: Annotated[int, typer.Option(min=1, help="Threads of libraries; the rows have one of their own.")] = 1,
+) -> None:
+    """Serves one shard until SIGTERM. Prints one JSON line with its address when it serves."""
+    from services.shard_process import ShardOptions, parse_buckets, run_shard
+
+    with errors_to_exit_status(Console(stderr=True)):
+        options = ShardOptions(
+            host=host,
+            port=port,
+            shard_index=shard_index,
+            num_shards=num_shards,
+            buckets=parse_buckets(buckets) if buckets else None,
+            data_dir=data_dir,
+            memory_limit_bytes=memory_limit_bytes,
+            backend=backend,
+            threads=threads,
+        )
+        status = run_shard(options)
+    raise typer.Exit(status)
+
+
+@app.command()
+def schema() -> None:
+    """Prints the JSON Schema of a job file."""
+    from trainer.job import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Examines machine and environment, and says how to mend what is wrong."""
+    from services.doctor import as_document, examine, is_healthy
+
+    checks = examine()
+    if as_json:
+        print(json.dumps(as_document(checks), indent=2))
+    else:
+        console = Console()
+        for check in checks:
+            color = {"ok": "green", "warn": "yellow", "fail": "red"}[check.verdict]
+            console.print(f"[{color}]{check.verdict:<4}[/{color}] [bold]{check.name}[/bold]: ", end="")
+            console.print(check.found, markup=False, highlight=False, soft_wrap=True)
+            if check.remedy:
+                console.print(f"     -> {check.remedy}", markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if is_healthy(checks) else 1)
+
+
+@contextmanager
+def errors_to_exit_status(console: Console) -> Iterator[None]:
+    """Our errors as a line and an exit status; anything else is a bug and shows its trace."""
+    from embedding_server.errors import FrostlineError, InvalidInput
+
+    try:
+        yield
+    except FrostlineError as error:
+        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2 if isinstance(error, InvalidInput) else 1) from None
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted")
+        raise typer.Exit(130) from None
+
+
+if __name__ == "__main__":
+    app()

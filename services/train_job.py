@@ -1,0 +1,162 @@
+"""Runs a job: its arms in turn, each on fresh shards, with Ray workers or in this process.
+
+    run_job(job, show, say) -> {arm: ArmSummary}
+
+    store remote, launch local      shard processes on this machine, new ones for each arm; one Ray for all arms
+    store remote, launch external   shards that run already (one arm only: a second one would find the first one's rows)
+    store inproc                    neither servers nor Ray
+
+A worker that raises or dies, and a shard that ends, fail the job: JobFailed says which, why, and where to read on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embedding_server.errors import FrostlineError, InvalidInput, StoreUnavailable
+from services.allocator import set_allocator
+from services.local_shards import LocalShards, start_shards
+from services.ray_group import RayGroup, ray_group
+from trainer.job import Job, resolved_json
+from trainer.report import ArmSummary, Progress, write_summary
+
+if TYPE_CHECKING:
+    from trainer.metrics import Metrics
+
+Show = Callable[[Progress], None]
+Say = Callable[[str], None]
+
+
+class JobFailed(FrostlineError):
+    """An arm did not finish. What the arms before it gave stands in summary.json."""
+
+
+def run_job(job: Job, show: Show, say: Say) -> dict[str, ArmSummary]:
+    """Trains every arm. Writes <output_dir>/<name>/: job.json, summary.json after each arm; by arm the shards' logs and
+    TensorBoard's files."""
+    arms = job.arm_jobs()
+    check_arms(arms)
+    folder = job.trainer.output_dir / job.name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "job.json").write_text(resolved_json(job) + "\n", encoding="utf-8")
+    results: dict[str, ArmSummary] = {}
+    with _workers(arms, folder, say) as ray:
+        for arm, arm_job in arms.items():
+            results[arm] = run_arm(arm_job, arm, folder, ray, show, say)
+            write_summary(folder / "summary.json", results)
+    return results
+
+
+def bias_only(job: Job) -> Metrics | None:
+    """Test metrics of the logistic regression to beat, on the job's data; None without test samples.
+
+    It sees as many samples as the model does in one data pass.
+    """
+    from trainer.data.registry import open_reader
+    from trainer.metrics import bias_metrics
+
+    if not job.data.has_split("test"):
+        return None
+    job = job.model_copy(update={"trainer": job.trainer.model_copy(update={"data_passes": 1})})
+    reader = open_reader(job, "train")
+    return bias_metrics(reader, open_reader(job, "test"), reader.schema)
+
+
+def check_arms(arms: Mapping[str, Job]) -> None:
+    """What only the whole set of arms and the environment can tell. Raises InvalidInput."""
+    first = next(iter(arms.values()))
+    if len(arms) > 1 and any(job.servers.launch == "external" for job in arms.values()):
+        raise InvalidInput(
+            f"servers.launch='external' with {len(arms)} arms ({', '.join(arms)}): each arm needs fresh shards; set "
+            "launch='local', or give the job one arm"
+        )
+    if len({job.trainer.workers for job in arms.values()}) > 1:
+        raise InvalidInput("trainer.workers differs between the arms; set it in the job, so that the arms compare")
+    if os.environ.get("RAY_ADDRESS") and first.servers.store == "remote" and first.servers.launch == "local":
+        raise InvalidInput(
+            f"RAY_ADDRESS={os.environ['RAY_ADDRESS']!r} names a cluster, whose workers cannot reach shards on this "
+            "machine's loopback; unset it, or set servers.launch='external' and servers.addresses"
+        )
+
+
+def run_arm(arm_job: Job, arm: str, folder: Path, ray: RayGroup | None, show: Show, say: Say) -> ArmSummary:
+    servers = arm_job.servers
+    if servers.store == "inproc":
+        say(f"{arm}: trains in this process")
+        return run_inproc(arm_job, arm, folder, show)
+    assert ray is not None
+    if servers.launch == "external":
+        say(f"{arm}: trains on {arm_job.trainer.workers} Ray workers and the shards at {', '.join(servers.addresses)}")
+        return _run_on_ray(arm_job, arm, folder, ray, servers.addresses, lambda: None, show)
+    say(f"{arm}: trains on {arm_job.trainer.workers} Ray workers and {servers.num_shards} new shards")
+    with _local_shards(arm_job, arm, folder) as shards:
+        return _run_on_ray(arm_job, arm, folder, ray, shards.addresses, shards.check, show)
+
+
+def run_inproc(arm_job: Job, arm: str, folder: Path, show: Show) -> ArmSummary:
+    """The arm in this process, its shard too."""
+    from embedding_server.inproc import InprocStore
+    from services.worker import set_threads
+    from trainer.group import Group
+    from trainer.loop import run_worker
+
+    set_allocator()
+    set_threads(arm_job.trainer.threads, local_workers=1)
+    servers = arm_job.servers
+    store = InprocStore(
+        wire_dtype=arm_job.embedding.wire_dtype,
+        memory_limit_bytes=servers.memory_limit_bytes * servers.num_shards,
+        data_dir=servers.data_dir / arm if servers.data_dir else None,
+        backend=servers.backend,
+    )
+    try:
+        return run_worker(arm_job, arm, store, Group(), folder / arm, show)
+    finally:
+        store.close()
+
+
+def _run_on_ray(
+    arm_job: Job,
+    arm: str,
+    folder: Path,
+    ray: RayGroup,
+    addresses: list[str],
+    check_shards: Callable[[], None],
+    show: Show,
+) -> ArmSummary:
+    """JobFailed names the shard if one has ended, because that is why the worker failed."""
+    try:
+        return ray.run(arm_job, arm, addresses, folder / arm, show, check_shards)
+    except FrostlineError as error:
+        try:
+            check_shards()
+        except StoreUnavailable as ended:
+            raise JobFailed(f"arm {arm!r}: {ended}") from error
+        raise JobFailed(f"arm {arm!r}: {error}") from error
+
+
+def _local_shards(arm_job: Job, arm: str, folder: Path) -> LocalShards:
+    servers = arm_job.servers
+    return start_shards(
+        servers.num_shards,
+        data_dir=servers.data_dir / arm if servers.data_dir else None,
+        memory_limit_bytes=servers.memory_limit_bytes * servers.num_shards,
+        backend=servers.backend,
+        threads=servers.threads,
+        log_dir=folder / arm,
+    )
+
+
+@contextmanager
+def _workers(arms: Mapping[str, Job], folder: Path, say: Say) -> Iterator[RayGroup | None]:
+    remote = [job for job in arms.values() if job.servers.store == "remote"]
+    if not remote:
+        yield None
+        return
+    say("starting Ray")
+    with ray_group(remote[0].trainer.workers, folder / "ray") as group:
+        yield group

@@ -1,0 +1,75 @@
+"""One trainer process under Ray: settings that must land first, then the loop of trainer/loop.py."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from embedding_server.errors import FrostlineError
+from services.allocator import set_allocator
+from trainer.report import Progress
+
+#: of a call's whole deadline, what one try and the search for a lost shard may take
+TRY_SHARE = 0.5
+RECONNECT_SHARE = 1 / 3
+
+
+class WorkerFailed(RuntimeError):
+    """A FrostlineError of a worker, as text: Ray carries exceptions by their constructor's one argument."""
+
+
+def train_on_ray(config: dict[str, Any]) -> dict[str, Any]:
+    """What TorchTrainer runs in every worker. Returns the fields of ArmSummary.
+
+    config: job (JSON text), arm, addresses, folder, board (the actor that takes Progress reports).
+    """
+    import ray.train
+
+    context = ray.train.get_context()
+    board = config["board"]
+    try:
+        return run_as_worker(
+            config,
+            context.get_world_rank(),
+            context.get_world_size(),
+            context.get_local_world_size(),
+            board.post.remote,
+        )
+    except FrostlineError as error:
+        raise WorkerFailed(f"{type(error).__name__}: {error}") from None
+
+
+def run_as_worker(
+    config: dict[str, Any], rank: int, size: int, local_size: int, show: Callable[[Progress], Any]
+) -> dict[str, Any]:
+    set_allocator()
+    from services.shard_channel import CallTimes
+    from services.shard_client import RemoteStore
+    from trainer.group import Group
+    from trainer.job import make_job
+    from trainer.loop import run_worker
+
+    job = make_job(json.loads(config["job"]))
+    set_threads(job.trainer.threads, local_size)
+    deadline_s = job.servers.deadline_s
+    times = CallTimes(deadline_s, deadline_s * TRY_SHARE, deadline_s * RECONNECT_SHARE)
+    store = RemoteStore(config["addresses"], wire_dtype=job.embedding.wire_dtype, times=times)
+    try:
+        return asdict(run_worker(job, config["arm"], store, Group(rank, size), Path(config["folder"]), show))
+    finally:
+        store.close()
+
+
+def set_threads(threads: int | None, local_workers: int) -> None:
+    """Threads of torch's kernels; default: this machine's cores over its workers.
+
+    Ray starts workers with OMP_NUM_THREADS=1, so leaving them alone would use one core of many. Our own kernels run on
+    the thread that calls them.
+    """
+    import torch
+
+    torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // local_workers))

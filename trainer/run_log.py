@@ -1,0 +1,115 @@
+"""What a worker says while it trains: Progress reports, TensorBoard scalars, and the two clocks of the summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from embedding_server.store import EmbeddingStore
+from trainer.data.batch import Batch
+from trainer.metrics import Metrics, RecentMetrics
+from trainer.report import Progress
+
+#: seconds between reports. A report costs some 3 ms, most of it for the running AUC.
+REPORT_EVERY_S = 0.5
+#: training samples, each scored before it was trained on, behind the running loss, NE and AUC
+WINDOW_SAMPLES = 16_384
+
+
+class RunLog:
+    """Log of one worker. Only worker 0 has a folder; the others count and time, and say nothing.
+
+    Clocks: wall_s from entering the context on; train_s the same without what ran under `pause`.
+    """
+
+    def __init__(
+        self, arm: str, total_steps: int | None, folder: Path | None, show: Callable[[Progress], None]
+    ) -> None:
+        self.num_samples = 0
+        self._arm = arm
+        self._total_steps = total_steps
+        self._folder = folder
+        self._show = show
+        self._writer: Any = None
+        self._recent = RecentMetrics(WINDOW_SAMPLES)
+        self._step = 0
+        self._start_s = self._train_end_s = self._last_report_s = 0.0
+        self._paused_s = 0.0
+        self._num_samples_at_report = 0
+
+    def __enter__(self) -> RunLog:
+        if self._folder is not None:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import, and worker 0 alone needs it
+
+            self._writer = SummaryWriter(str(self._folder))
+        self._start_s = self._last_report_s = self._train_end_s = time.perf_counter()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    @property
+    def train_s(self) -> float:
+        return self._train_end_s - self._start_s - self._paused_s
+
+    @property
+    def wall_s(self) -> float:
+        return time.perf_counter() - self._start_s
+
+    def observe(self, step: int, batch: Batch, logits: torch.Tensor) -> None:
+        """Counts a finished step, and reports if it is time or the last step."""
+        self.num_samples += batch.num_samples
+        self._step = step
+        now = self._train_end_s = time.perf_counter()
+        if self._writer is None:
+            return
+        self._recent.add(batch.labels.numpy(), logits.numpy())
+        if now - self._last_report_s >= REPORT_EVERY_S or step == self._total_steps:
+            self._report(now)
+
+    def _report(self, now: float) -> None:
+        recent = self._recent.compute()
+        speed = (self.num_samples - self._num_samples_at_report) / max(now - self._last_report_s, 1e-9)
+        self._show(Progress(self._arm, self._step, self._total_steps, speed, recent.logloss, recent.ne, recent.auc))
+        self.scores("train", recent)
+        self._scalars("train", {"samples_per_s": speed})
+        self._last_report_s, self._num_samples_at_report = now, self.num_samples
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Stops the training clock."""
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            paused_s = time.perf_counter() - start_s
+            self._paused_s += paused_s
+            self._train_end_s += paused_s
+            self._last_report_s += paused_s
+
+    def scores(self, split: str, metrics: Metrics | None) -> None:
+        if metrics is not None:
+            self._scalars(split, {"auc": metrics.auc, "loss": metrics.logloss, "ne": metrics.ne})
+
+    def rows(self, store: EmbeddingStore) -> None:
+        """Rows and bytes by tier, over all shards."""
+        if self._writer is None:
+            return
+        total = store.stats().total()
+        self._scalars("rows", {name.removeprefix("rows_"): getattr(total, name) for name in _ROWS})
+        self._scalars("bytes", {name.removeprefix("bytes_"): getattr(total, name) for name in _BYTES})
+
+    def _scalars(self, group: str, values: Mapping[str, float]) -> None:
+        if self._writer is not None:
+            for name, value in values.items():
+                self._writer.add_scalar(f"{group}/{name}", value, self._step)
+
+
+_ROWS = ("rows_hot", "rows_frozen", "rows_probation", "rows_unfreezable", "rows_ignored")
+_BYTES = ("bytes_total", "bytes_hot", "bytes_state", "bytes_frozen", "bytes_index", "bytes_heat")
