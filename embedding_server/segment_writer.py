@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,6 +73,20 @@ class SegmentWriter:
         return bool(self._waiting) or self._write is not None
 
     @property
+    def can_step(self) -> bool:
+        """`step` has something to do now: it neither waits for the executor nor for the next try."""
+        if self._write is not None:
+            return self._write.done.done()
+        return bool(self._waiting) and self._clock() >= self._retry_at
+
+    def wait(self) -> bool:
+        """Waits until the write under way is done. False if there is none."""
+        if self._write is None:
+            return False
+        wait([self._write.done])
+        return True
+
+    @property
     def writing(self) -> SegmentBuilder | None:
         return None if self._write is None else self._write.builder
 
@@ -88,7 +102,7 @@ class SegmentWriter:
     def step(self) -> tuple[SegmentBuilder, MappedSegment] | None:
         """Starts a write if none is under way, and returns a finished one with its mapped file, if any."""
         if self._write is None:
-            if not self._waiting or self._clock() < self._retry_at:
+            if not self.can_step:
                 return None
             self._write = self._start(self._waiting.popleft())
         write = self._write

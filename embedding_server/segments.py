@@ -206,9 +206,11 @@ class SegmentSet:
     def write_pending(self) -> bool:
         """Writes a sealed segment (or starts, or finishes, its writing by the executor); drops wholly dead segments.
 
-        True: call again, more is pending. False also while a failed write waits for its next try.
+        True: something was done, call again. False: nothing can be done now, though the executor may be writing or a
+        failed write may wait for its next try.
         """
-        self._drop_dead()
+        dropped = self._drop_dead()
+        could_step = self._writer.can_step
         finished = self._writer.step()
         if finished is not None:
             builder, mapped = finished
@@ -219,7 +221,12 @@ class SegmentSet:
                 part.ctypes.data for part in (parts.row_ids, parts.rows, parts.accumulators, parts.visits)
             ]
             builder.close()
-        return self._writer.has_pending and not self._writer.is_failing
+        return dropped or (could_step and not self._writer.is_failing)
+
+    def flush(self) -> None:
+        """Returns when every sealed segment is written, or a write fails: for a caller who needs the memory now."""
+        while self.write_pending() or self._writer.wait():
+            pass
 
     # Merging --------------------------------------------------------------------------------------------------------
 
@@ -285,17 +292,18 @@ class SegmentSet:
 
     # Removing -------------------------------------------------------------------------------------------------------
 
-    def _drop_dead(self) -> None:
-        """Drops segments without a live row, unless something still works on them."""
+    def _drop_dead(self) -> bool:
+        """Drops segments without a live row, unless something still works on them. True if there was one."""
         dead = np.flatnonzero((self._rows > 0) & (self._dead >= self._rows)).tolist()
         if not dead:
-            return
+            return False
         busy = {builder.slot for builder in (self._growing, self._writer.writing) if builder is not None}
         if self._merge is not None:
             busy |= {self._merge.output.slot, *self._merge.slots.tolist()}
-        for slot in dead:
-            if slot not in busy:
-                self._drop(slot)
+        idle = [slot for slot in dead if slot not in busy]
+        for slot in idle:
+            self._drop(slot)
+        return bool(idle)
 
     def _drop(self, slot: int) -> None:
         """Frees the slot with its memory, map and file."""

@@ -90,8 +90,7 @@ class Harness:
             pass
 
     def write(self) -> None:
-        while self.segments.write_pending():
-            pass
+        self.segments.flush()
 
     def settle(self) -> None:
         """Until there is nothing to write or to merge."""
@@ -147,6 +146,7 @@ def test_rows_read_the_same_in_every_stage(harness):
     harness.segments.seal()
     harness.check()  # sealed
     assert harness.segments.bytes_used == harness.segments.bytes_in_memory > 0
+    assert harness.segments.write_pending() is True
     assert harness.segments.write_pending() is False
     harness.check()  # written
     assert harness.segments.bytes_in_memory == 0
@@ -232,7 +232,8 @@ def test_wholly_dead_segment_goes_without_a_merge(harness):
     assert harness.segments.write_pending() is True
     assert len(harness.files()) == 1
     harness.thaw(range(40))
-    harness.segments.write_pending()  # one is a file, the other still waits
+    assert harness.segments.write_pending() is True  # one is a file, the other still waits
+    assert harness.segments.write_pending() is False
     assert harness.segments.num_segments == 0
     assert harness.segments.bytes_used == 0
     assert harness.files() == []
@@ -280,9 +281,11 @@ def test_append_into_the_open_segment_needs_no_slot(tmp_path):
     for i in range(MAX_SLOTS - 2):
         harness.freeze(np.array([i]))
         harness.segments.seal()
-    first, second = in_bucket_order(np.array([500, 501])).tolist()
-    harness.freeze(np.array([first]))
+    first, second, third = in_bucket_order(np.array([500, 501, 502])).tolist()
     harness.freeze(np.array([second]))
+    with pytest.raises(Overloaded):
+        harness.freeze(np.array([first]))  # a lower bucket would need one
+    harness.freeze(np.array([third]))
     harness.check()
     harness.segments.close()
 
@@ -308,7 +311,7 @@ def test_tables_may_share_a_folder(tmp_path):
     for segments in sets:
         segments.append(np.arange(1), np.zeros((1, ROW_BYTES), np.uint8), *np.zeros((2, 1), np.uint8))
         segments.seal()
-        assert segments.write_pending() is False
+        segments.flush()
         segments.close()
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -462,7 +465,7 @@ def test_executor_writes_while_the_set_goes_on(tmp_path, gated_disk):
         harness.thaw(range(5))
         harness.freeze(np.arange(20, 40))
         harness.segments.seal()
-        assert harness.segments.write_pending() is True
+        assert harness.segments.write_pending() is False  # the executor is at it
         locations = np.array([entry[0] for entry in harness.model.values()], np.uint32)
         assert harness.segments.addresses(locations).all()
         assert harness.segments.bytes_in_memory > 0
@@ -481,11 +484,10 @@ def test_segment_that_dies_while_it_is_written(tmp_path, gated_disk):
         harness.segments.seal()
         assert harness.segments.write_pending() is True
         harness.thaw(range(20))
-        assert harness.segments.write_pending() is True
+        assert harness.segments.write_pending() is False
         assert harness.segments.num_segments == 1
         gated_disk.set()
         harness.write()
-        harness.segments.write_pending()
         assert harness.segments.num_segments == 0
         assert harness.files() == []
         harness.segments.close()
