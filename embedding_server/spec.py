@@ -11,6 +11,10 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_DIM = 4096
+#: Bound of initial values and accumulators: their sums and differences stay finite in float32.
+MAX_INITIAL = 1e30
+#: Smallest eps: with 0, a zero gradient on a zero accumulator is 0 / 0, which would make the row NaN.
+MIN_EPS = 1e-20
 OptimizerKind = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
 PolicyKind = Literal["off", "idle", "topk"]
 
@@ -23,11 +27,14 @@ class OptimizerSpec(_Spec):
     """The sparse optimizer of a table; formulas in optimizers.py. The learning rate travels in each Push."""
 
     kind: OptimizerKind = "rowwise_adagrad"
-    eps: float = Field(1e-8, ge=0.0, description="added to the root of the accumulator")
+    eps: float = Field(1e-8, ge=MIN_EPS, le=1.0, description="added to the root of the accumulator")
     beta1: float = Field(0.9, ge=0.0, lt=1.0, description="adam: decay of the first moment")
     beta2: float = Field(0.999, ge=0.0, lt=1.0, description="adam: decay of the second moment")
     initial_accumulator: float = Field(
-        0.1, ge=0.0, description="adagrad, rowwise_adagrad: accumulator of a new row; 0 costs 0.5 to 0.9 AUC points"
+        0.1,
+        ge=0.0,
+        le=MAX_INITIAL,
+        description="adagrad, rowwise_adagrad: accumulator of a new row; 0 costs 0.5 to 0.9 AUC points",
     )
 
 
@@ -54,8 +61,8 @@ class TableSpec(_Spec):
     dim: int = Field(description="columns; a multiple of 4, as FBGEMM's kernels need")
     optimizer: OptimizerSpec = OptimizerSpec()
     policy: PolicySpec = PolicySpec()
-    init_min: float = -0.01
-    init_max: float = 0.01
+    init_min: float = Field(-0.01, ge=-MAX_INITIAL, le=MAX_INITIAL)
+    init_max: float = Field(0.01, ge=-MAX_INITIAL, le=MAX_INITIAL)
     seed: int = Field(0, ge=0, lt=2**63)
 
     @model_validator(mode="after")

@@ -81,7 +81,8 @@ def _prefetch_row(rows, slots, i):
     if i + _AHEAD < slots.size and slots[i + _AHEAD] >= 0:
         row_bytes = np.int64(rows.shape[1] * rows.itemsize)
         start = np.int64(rows.ctypes.data) + np.int64(slots[i + _AHEAD]) * row_bytes
-        for offset in range(0, min(row_bytes, _PREFETCH_BYTES), 64):
+        asked = row_bytes if row_bytes < _PREFETCH_BYTES else _PREFETCH_BYTES
+        for offset in range(0, asked, 64):
             _prefetch(start + offset)
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from embedding_server.optimizers import (
     adam_step_size,
@@ -98,3 +99,16 @@ def test_no_rows_and_no_state() -> None:
     assert encode_accumulator(spec, np.zeros((5, 0), np.float32)).tolist() == [0] * 5
     assert decode_accumulator(spec, np.zeros(5, np.uint8), 8).shape == (5, 0)
     assert encode_accumulator(table("adam"), np.zeros((0, 16), np.float32)).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"eps": 0.0}, {"eps": -1e-8}, {"eps": 2.0}, {"initial_accumulator": 1e39}, {"initial_accumulator": -0.1}]
+)
+def test_specs_that_would_make_rows_nan_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(bad))):
+        OptimizerSpec(**bad)
+
+
+def test_initial_values_that_overflow_float32_are_refused() -> None:
+    with pytest.raises(ValidationError, match="init_max"):
+        TableSpec(name="t", dim=4, init_max=1e39)
