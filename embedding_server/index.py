@@ -3,7 +3,7 @@
 Layout. Rows are split over NUM_BUCKETS buckets by hash; each bucket is its own open-addressing sub-table (linear
 probing, load 0.73 to 0.875) in one buffer: `capacity` packed 14-byte entries (row_id int64, location uint32, heat
 uint16), then `capacity` tag bytes. Tag 0 means empty, so that every row_id stays usable as a key. A bucket grows by 1.2
-when it is full; buckets fill at different moments, so at most one bucket's copy exists at a time.
+when it is full, each at its own phase, so that the whole grows smoothly; one bucket's copy exists at a time.
 
 Arithmetic: 15 bytes / 0.8 mean load = 18.8 bytes a row.
 
@@ -16,6 +16,7 @@ Invariants: (1) count[b] entries of bucket b have a tag; (2) an entry address st
 
 from __future__ import annotations
 
+import math
 import mmap
 
 import numpy as np
@@ -289,7 +290,7 @@ class Index:
 
     def _grow(self, bucket: int, rows: int) -> None:
         old = int(self._capacities[bucket])
-        capacity = max(old + 4, int(old * _GROWTH), int(rows / _MAX_LOAD) + 1)
+        capacity = _next_capacity(bucket / self.num_buckets, int(rows / _MAX_LOAD) + 1)
         buffer = _zeros(capacity * BYTES_PER_SLOT)
         address = buffer.ctypes.data
         if old:
@@ -305,6 +306,15 @@ def _count_buckets(row_ids, num_buckets):
     for i in range(row_ids.shape[0]):
         counts[bucket_of(hash_row_id(row_ids[i]), np.uint64(num_buckets))] += 1
     return counts
+
+
+def _next_capacity(phase: float, least: int) -> int:
+    """The smallest 4 * 1.2^(k + phase) that holds `least` entries.
+
+    Buckets fill alike, so without a phase of its own each, all 1,024 would grow within a few steps of each other.
+    """
+    k = max(0, math.ceil(math.log(least / 4) / math.log(_GROWTH) - phase)) if least > 4 else 0
+    return max(least, int(4 * _GROWTH ** (k + phase)))
 
 
 def _zeros(size_bytes: int) -> np.ndarray:

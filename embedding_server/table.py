@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from embedding_server import heat
-from embedding_server.admission import Sketch
+from embedding_server.admission import VisitCounts
 from embedding_server.errors import InvalidInput
 from embedding_server.freezing import freeze_coldest, frozen_row_bytes, thaw
 from embedding_server.hot_rows import CpuHotRows
@@ -41,6 +41,7 @@ from embedding_server.store import WIRE_NUMPY, Frostline, Rows, TableStats, Wire
 _STEP_BYTES, _VISIT_BYTES = 4, 1  # last_step and visits of a hot row
 _COMPACT_ABOVE = 0.125  # share of free slots from which the tail of the hot rows is given back
 _COMPACTION_SLICES = 64
+_ENTRY_COST = 22  # bytes of index that a new row costs at the lowest load, 0.7
 
 
 class Table:
@@ -75,7 +76,7 @@ class Table:
             executor=writer,
             on_event=on_event,
         )
-        self.sketch = Sketch() if spec.policy.min_count > 1 else None
+        self.waiting = VisitCounts() if spec.policy.min_count > 1 else None  # IDs below min_count
         self.frostline: Frostline | None = None
         self.rows_frozen = self.rows_ignored = self.rows_unfreezable = self.rows_default_reads = 0
         self.moves_frozen = self.moves_thawed = 0
@@ -220,18 +221,21 @@ class Table:
 
     # What moves rows ----------------------------------------------------------------------------------------------
 
-    def take_slots(self, n: int, step: int) -> np.ndarray:
-        """Up to n free hot slots, int32. At the memory limit the coldest rows freeze to make room; fewer if none can."""
+    def take_slots(self, n: int, step: int, *, entry_bytes: int = 0) -> np.ndarray:
+        """Up to n free hot slots, int32. At the memory limit the coldest rows freeze to make room; fewer if none can.
+
+        entry_bytes: what the index will grow by for each of them.
+        """
+        needed = max(0, n - self.slots.num_free) * self.hot_row_bytes + n * entry_bytes
+        if needed > self._budget.free_bytes:
+            freeze_coldest(self, -(-(needed - self._budget.free_bytes) // self.hot_row_bytes), step)
+            self.segments.flush()  # a buffer counts as memory until its file is there
+            self._compact()
         slots = self.slots.take_free(n)
-        short = n - slots.shape[0]
-        if not short:
-            return slots
-        grant = min(short, self._budget.free_bytes // self.hot_row_bytes)
-        if grant < short:
-            freeze_coldest(self, short - grant, step)
-            slots = np.concatenate([slots, self.slots.take_free(short - grant)])
-        if grant:
-            slots = np.concatenate([slots, self.slots.grow(grant)])
+        room = self._budget.free_bytes - slots.shape[0] * entry_bytes
+        grows = min(n - slots.shape[0], max(0, room) // (self.hot_row_bytes + entry_bytes))
+        if grows:
+            slots = np.concatenate([slots, self.slots.grow(grows)])
         self._note_limit(n - slots.shape[0])
         self._record_memory()
         return slots
@@ -239,10 +243,10 @@ class Table:
     def _admit(self, row_ids: np.ndarray, first_visit: np.ndarray, step: int) -> None:
         """Gives a row to each ID that has earned one; the others go on reading the default row."""
         policy = self.spec.policy
-        if self.sketch is not None:
-            row_ids = row_ids[self.sketch.visit(row_ids, first_visit) >= policy.min_count]
+        if self.waiting is not None:
+            row_ids = row_ids[self.waiting.visit(row_ids, first_visit) >= policy.min_count]
         above = self._enters_hot(row_ids, step)
-        slots = self.take_slots(int(above.sum()), step)
+        slots = self.take_slots(int(above.sum()), step, entry_bytes=_ENTRY_COST)
         if slots.shape[0] < above.sum():
             dropped = np.flatnonzero(above)[slots.shape[0] :]
             row_ids, above = np.delete(row_ids, dropped), np.delete(above, dropped)
@@ -252,6 +256,8 @@ class Table:
             entries, _, used = self.index.insert(below, np.full(below.shape[0], INITIAL))
             self.rows_frozen += used
             self._bump_heat(entries, np.ones(used, np.bool_), step)
+        if self.waiting is not None:
+            self.waiting.forget(row_ids)
 
     def _insert(self, row_ids: np.ndarray, slots: np.ndarray, step: int) -> None:
         entries, _, _ = self.index.insert(row_ids, slots.astype(np.uint32))
@@ -311,7 +317,7 @@ class Table:
 
     def _record_memory(self) -> None:
         held = self.slots.high_water * self.hot_row_bytes + self.index.size_bytes + self.segments.bytes_in_memory
-        self._budget.record(self.spec.name, held + (self.sketch.size_bytes if self.sketch else 0))
+        self._budget.record(self.spec.name, held + (self.waiting.size_bytes if self.waiting else 0))
 
     def probation_mask(self, locations: np.ndarray) -> np.ndarray:
         """bool[n]: hot rows that have not yet had probation_visits visits; policy topk only."""
@@ -328,6 +334,14 @@ class Table:
         if self.slots.num_free > self.slots.high_water * _COMPACT_ABOVE and self.slots.target is None:
             self.slots.begin_compaction()
             self._compaction_bucket = 0
+
+    def _compact(self) -> None:
+        """Gives the tail back at once: room is needed now."""
+        if self.slots.target is None and self.slots.num_free:
+            self.slots.begin_compaction()
+            self._compaction_bucket = 0
+        while self.slots.target is not None:
+            self._compact_slice()
 
     def maintain(self) -> bool:
         """One bounded slice of compaction, segment writing or merging. True if more is waiting."""
@@ -392,7 +406,7 @@ class Table:
             + self.visits.committed_bytes(high_water),
             bytes_frozen=self.segments.bytes_used,
             bytes_index=self.index.num_slots * BYTES_PER_SLOT - heat_bytes,
-            bytes_heat=heat_bytes + (self.sketch.size_bytes if self.sketch else 0),
+            bytes_heat=heat_bytes + (self.waiting.size_bytes if self.waiting else 0),
             moves_frozen=self.moves_frozen,
             moves_thawed=self.moves_thawed,
         )

@@ -139,7 +139,9 @@ class Harness:
 
     def run_step(self, draw) -> None:
         self.step += 1
-        batches = [np.array(sorted(draw(st.sets(st.sampled_from(POOL), max_size=8))), np.int64) for _ in self._workers()]
+        batches = [
+            np.array(sorted(draw(st.sets(st.sampled_from(POOL), max_size=8))), np.int64) for _ in self._workers()
+        ]
         repeats = draw(st.integers(0, 7))
         for worker, ids in enumerate(batches):
             for row_id in ids.tolist():

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from embedding_server import heat
+from embedding_server.index import BYTES_PER_SLOT, FROZEN_BIT, Index
+from embedding_server.kernels.hashing import buckets_of
+
+int64s = st.integers(-(2**63), 2**63 - 1)
+
+
+def _insert(index: Index, ids: np.ndarray, first: int) -> None:
+    index.insert(ids, np.arange(first, first + ids.shape[0], dtype=np.uint32))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(int64s, max_size=60), max_size=6))
+def test_equals_a_dictionary(batches: list[list[int]]) -> None:
+    index, model = Index(4), {}
+    for batch in batches:
+        ids = np.array(batch, np.int64)
+        entries, locations, missing, _ = index.locate(ids)
+        assert missing == sum(i not in model for i in batch)
+        fresh = np.array(sorted({i for i in batch if i not in model}), np.int64)
+        _insert(index, fresh, len(model))
+        model.update({row_id: len(model) + k for k, row_id in enumerate(fresh.tolist())})
+        _, locations, missing, frozen = index.locate(ids)
+        assert (missing, frozen) == (0, 0)
+        assert locations.tolist() == [model[i] for i in batch]
+        assert len(index) == len(model)
+
+
+def test_repeated_ids_take_one_location_each() -> None:
+    index = Index(8)
+    _, locations, used = index.insert(np.array([5, -1, 5, -1, 5], np.int64), np.arange(5, dtype=np.uint32))
+    assert used == 2
+    assert locations.tolist() == [0, 1, 0, 1, 0]
+
+
+def test_growth_stays_within_its_load_and_scan_is_in_bucket_order() -> None:
+    index = Index(16)
+    rng = np.random.default_rng(1)
+    ids = np.unique(rng.integers(-(2**63), 2**63 - 1, 20_000))
+    for start in range(0, ids.shape[0], 700):
+        _insert(index, ids[start : start + 700], start)
+    assert 0.7 <= len(index) / index.num_slots <= 0.875
+    assert index.size_bytes == index.num_slots * BYTES_PER_SLOT
+    entries = index.scan(0, 16)
+    assert np.array_equal(np.sort(entries.row_ids), ids)
+    assert (np.diff(buckets_of(entries.row_ids, 16)) >= 0).all()
+    assert np.array_equal(index.scan(3, 5).row_ids, entries.row_ids[np.isin(buckets_of(entries.row_ids, 16), [3, 4])])
+
+
+def test_one_bucket_grows_at_a_time_so_memory_never_doubles() -> None:
+    index = Index(1024)
+    rng = np.random.default_rng(2)
+    _insert(index, np.unique(rng.integers(-(2**63), 2**63 - 1, 200_000)), 0)
+    largest = 1.0
+    for _ in range(40):
+        before = index.size_bytes
+        _insert(index, np.unique(rng.integers(-(2**63), 2**63 - 1, 5_000)), 0)
+        largest = max(largest, index.size_bytes / before)
+    assert largest < 1.15
+
+
+def test_set_locations_and_frozen_count() -> None:
+    index = Index(4)
+    ids = np.array([1, 2, 3], np.int64)
+    _insert(index, ids, 0)
+    entries, _, _, _ = index.locate(ids)
+    index.set_locations(entries[1:2], np.array([FROZEN_BIT | np.uint32(77)], np.uint32))
+    _, locations, missing, frozen = index.locate(ids)
+    assert locations.tolist() == [0, int(FROZEN_BIT) | 77, 2]
+    assert (missing, frozen) == (0, 1)
+
+
+def test_heat_equals_brute_force_to_one_percent() -> None:
+    """Visits at random steps over many half-lives, the origin moving several times."""
+    half_life, steps, rows = 40.0, 3000, 200
+    rng = np.random.default_rng(3)
+    index = Index(4)
+    ids = np.arange(rows, dtype=np.int64)
+    _insert(index, ids, 0)
+    rates = np.concatenate([np.full(100, 0.5), rng.uniform(0.05, 1.0, 100)])
+    exact, rebases = np.zeros(rows), 0
+    for step in range(1, steps + 1):
+        times = heat.num_rebases(step, half_life) - rebases
+        if times:
+            index.lower_heat(int(heat.CODES_PER_REBASE) * times)
+            rebases += times
+        visited = rng.random(rows) < rates
+        exact = exact * 2 ** (-1 / half_life) + visited
+        entries, _, _, _ = index.locate(ids)
+        index.bump_heat(entries, visited, heat.now_code(step, half_life), step, heat.LOG_TABLE)
+    assert rebases >= 3
+    entries = index.scan(0, 4)
+    got = heat.heat_of_codes(entries.heat, steps, half_life)[np.argsort(entries.row_ids)]
+    assert np.abs(got / exact - 1).max() < 0.01
+
+
+def test_rebase_codes_is_what_lower_heat_does() -> None:
+    index = Index(2)
+    _insert(index, np.array([1, 2, 3], np.int64), 0)
+    entries, _, _, _ = index.locate(np.array([1, 2], np.int64))
+    index.bump_heat(entries, np.ones(2, np.bool_), 30_000.0, 7, heat.LOG_TABLE)
+    before = index.scan(0, 2).heat
+    index.lower_heat(int(heat.CODES_PER_REBASE))
+    assert np.array_equal(index.scan(0, 2).heat, heat.rebase_codes(before, 1))
+    assert sorted(before.tolist())[0] == 0
