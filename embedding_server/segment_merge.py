@@ -48,10 +48,16 @@ class Merge:
     slots: np.ndarray  # int64[V], segment slots of the merged
     offsets: np.ndarray  # int64[V, B+1], their bucket_offsets
     output: SegmentBuilder
+    left: list[int] = field(init=False)  # slots of the merged that were not dropped yet
+    is_copied: bool = False
     _cursor: np.ndarray = field(default_factory=lambda: np.zeros(3, np.int64))
 
-    def next_slice(self) -> tuple[np.ndarray, bool]:
-        """The next up to SLICE_ROWS locations uint32[n], dead rows included, and whether they are the last."""
+    def __post_init__(self) -> None:
+        self.left = self.slots.tolist()
+
+    def next_slice(self) -> np.ndarray:
+        """The next up to SLICE_ROWS locations uint32[n], dead rows included; is_copied once they are the last."""
         out = np.empty(SLICE_ROWS, np.uint32)
         n = next_locations(self.slots, self.offsets, self._cursor, out)
-        return out[:n], n < SLICE_ROWS
+        self.is_copied = n < SLICE_ROWS
+        return out[:n]

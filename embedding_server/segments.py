@@ -204,7 +204,7 @@ class SegmentSet:
     # Writing --------------------------------------------------------------------------------------------------------
 
     def write_pending(self) -> bool:
-        """Writes a sealed segment (or starts, or finishes, its writing by the executor); drops wholly dead segments.
+        """Writes a sealed segment (or starts, or finishes, its writing by the executor); drops a wholly dead segment.
 
         True: something was done, call again. False: nothing can be done now, though the executor may be writing or a
         failed write may wait for its next try.
@@ -237,8 +237,9 @@ class SegmentSet:
     def merge_slice(self, is_live: IsLive, moved: Moved) -> bool:
         """Copies the next rows (at most SLICE_ROWS) of the merge under way, or starts the merge that is due.
 
-        Calls is_live once and, if any row is live, moved once. After the last slice the merged segments are gone and
-        the new one waits for write_pending. True: nothing more to do now.
+        Calls is_live at most once, then moved at most once. When all is copied, each slice drops one merged segment,
+        because deleting a file of 256 MiB takes tens of ms. True: the merge is over, and the new segment waits for
+        write_pending; or there was nothing to do.
         """
         if self._merge is None:
             slots = self._plan_merge()
@@ -246,11 +247,18 @@ class SegmentSet:
                 return True
             self._merge = self._start_merge(slots)
         merge = self._merge
-        locations, is_last = merge.next_slice()
-        self._copy_live(merge.output, locations, is_live, moved)
-        if is_last:
-            self._finish_merge(merge)
-        return is_last
+        if not merge.is_copied:
+            self._copy_live(merge.output, merge.next_slice(), is_live, moved)
+            return False
+        self._drop(merge.left.pop())
+        if merge.left:
+            return False
+        self._merge = None
+        if merge.output.num_rows:
+            self._writer.enqueue(merge.output)
+        else:
+            self._drop(merge.output.slot)
+        return True
 
     def _plan_merge(self) -> np.ndarray:
         """Slots int64[V] of the segments to merge now."""
@@ -281,29 +289,21 @@ class SegmentSet:
         moved(row_ids, old, new)
         self.mark_dead(old)
 
-    def _finish_merge(self, merge: Merge) -> None:
-        self._merge = None
-        for slot in merge.slots.tolist():
-            self._drop(slot)
-        if merge.output.num_rows:
-            self._writer.enqueue(merge.output)
-        else:
-            self._drop(merge.output.slot)
-
     # Removing -------------------------------------------------------------------------------------------------------
 
     def _drop_dead(self) -> bool:
-        """Drops segments without a live row, unless something still works on them. True if there was one."""
+        """Drops a segment without a live row, unless something still works on it. True if there was one."""
         dead = np.flatnonzero((self._rows > 0) & (self._dead >= self._rows)).tolist()
         if not dead:
             return False
         busy = {builder.slot for builder in (self._growing, self._writer.writing) if builder is not None}
         if self._merge is not None:
-            busy |= {self._merge.output.slot, *self._merge.slots.tolist()}
-        idle = [slot for slot in dead if slot not in busy]
-        for slot in idle:
-            self._drop(slot)
-        return bool(idle)
+            busy |= {self._merge.output.slot, *self._merge.left}
+        for slot in dead:
+            if slot not in busy:
+                self._drop(slot)
+                return True
+        return False
 
     def _drop(self, slot: int) -> None:
         """Frees the slot with its memory, map and file."""
