@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,9 +34,13 @@ class LocalShards:
     Thread safety: `stop` and `check` may be called from any thread.
     """
 
-    def __init__(self, processes: Sequence[subprocess.Popen[str]], logs: Sequence[Path]) -> None:
+    def __init__(
+        self, processes: Sequence[subprocess.Popen[str]], logs: Sequence[Path], temporary: Path | None = None
+    ) -> None:
+        """temporary: a folder of logs to remove after a clean end; after any other it stays to be read."""
         self.processes = list(processes)
         self.logs = list(logs)
+        self._temporary = temporary
         self.addresses: list[str] = []
         self._lock = threading.Lock()
 
@@ -68,6 +73,8 @@ class LocalShards:
                     process.wait()
                 if process.stdout:
                     process.stdout.close()
+            if self._temporary and all(process.returncode == 0 for process in self.processes):
+                shutil.rmtree(self._temporary, ignore_errors=True)
 
     def __enter__(self) -> LocalShards:
         return self
@@ -125,7 +132,7 @@ def start_shards(
                     start_new_session=True,  # Ctrl-C at a terminal is the trainer's: it ends the shards in order
                 )
             )
-    shards = LocalShards(processes, logs)
+    shards = LocalShards(processes, logs, temporary=folder if log_dir is None else None)
     try:
         shards.addresses = _wait_for_addresses(shards, start_timeout_s)
     except BaseException:

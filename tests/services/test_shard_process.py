@@ -1,0 +1,183 @@
+"""The shard process: its one line of output, its options, how it ends, and that it never outlives who started it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from embedding_server.errors import InvalidInput, StoreUnavailable
+from embedding_server.spec import TableSpec
+from embedding_server.store import NUM_BUCKETS
+from services import local_shards
+from services.shard_client import RemoteStore
+from services.shard_process import LocalShards, owned_buckets, parse_buckets, start_shards
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_ended(pid: int, timeout_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while is_running(pid):
+        assert time.monotonic() < deadline_s, f"process {pid} still runs"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 7, 1024])
+def test_shards_own_contiguous_ranges_that_partition_the_buckets(num_shards: int) -> None:
+    owned = np.stack([owned_buckets(index, num_shards) for index in range(num_shards)])
+    assert (owned.sum(axis=0) == 1).all()
+    owner = owned.argmax(axis=0)
+    assert (owner == np.arange(NUM_BUCKETS) * num_shards // NUM_BUCKETS).all()
+    sizes = owned.sum(axis=1)
+    assert sizes.max() - sizes.min() <= 1
+
+
+def test_explicit_buckets() -> None:
+    assert np.flatnonzero(owned_buckets(0, 2, (10, 12))).tolist() == [10, 11, 12]
+    assert parse_buckets("0-511") == (0, 511)
+    for text in ("", "7", "a-b", "-3", "1-2-3"):
+        with pytest.raises(InvalidInput, match="first-last"):
+            parse_buckets(text)
+    for bad in ((5, 4), (0, 1024)):
+        with pytest.raises(InvalidInput, match="within 0-1023"):
+            owned_buckets(0, 1, bad)
+
+
+@pytest.mark.parametrize(("index", "count"), [(2, 2), (-1, 2), (0, 0), (0, 1025)])
+def test_indexes_out_of_range_are_refused(index: int, count: int) -> None:
+    with pytest.raises(InvalidInput, match=r"num_shards=|shard_index="):
+        owned_buckets(index, count)
+
+
+def test_two_local_shards_serve_a_store_and_end_cleanly(tmp_path: Path) -> None:
+    with start_shards(2, data_dir=tmp_path / "data", log_dir=tmp_path / "logs", memory_limit_bytes=1 << 28) as shards:
+        with grpc.insecure_channel(shards.addresses[0]) as channel:
+            reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        store = RemoteStore(shards.addresses)
+        store.create_tables([TableSpec(name="t", dim=4)])
+        assert store.begin_epoch("job", 1, "sync").epoch == 1
+        shards.check()
+        store.close()
+    assert [process.returncode for process in shards.processes] == [0, 0]
+    log = (tmp_path / "logs" / "shard-1.log").read_text()
+    assert "allocator: " in log
+    assert log.count("row kernels: ") == 1
+    assert log.strip().endswith("stopped")
+    # The fence outlives the process.
+    with start_shards(2, data_dir=tmp_path / "data", log_dir=tmp_path / "logs", memory_limit_bytes=1 << 28) as shards:
+        store = RemoteStore(shards.addresses)
+        store.create_tables([TableSpec(name="t", dim=4)])
+        assert store.begin_epoch("job", 1, "sync").epoch == 2
+        store.close()
+
+
+def test_the_announced_line_and_sigterm() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services.shard_process", "--buckets", "0-1023", "--memory-limit-bytes", str(1 << 26)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=local_shards._environment(),
+    )
+    try:
+        assert process.stdout is not None
+        line = json.loads(process.stdout.readline())
+        assert line["pid"] == process.pid
+        assert (line["shard_index"], line["num_shards"]) == (0, 1)
+        store = RemoteStore([line["address"]])
+        store.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert process.stdout.read() == ""
+        process.stdout.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
+_STARTER = """
+import os, signal, sys, threading
+from services.shard_process import start_shards
+def start():
+    shards = start_shards(1, memory_limit_bytes=1 << 26)
+    print(shards.processes[0].pid, flush=True)
+    threading.keep = shards
+thread = threading.Thread(target=start)
+thread.start()
+thread.join()
+sys.stdin.read()
+"""
+
+
+def test_shards_end_when_their_starter_is_killed_and_not_when_its_thread_ends() -> None:
+    starter = subprocess.Popen(
+        [sys.executable, "-c", _STARTER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=local_shards._environment(),
+    )
+    assert starter.stdout is not None
+    assert starter.stdin is not None
+    pid = int(starter.stdout.readline())
+    time.sleep(0.3)
+    assert is_running(pid)
+    starter.kill()
+    starter.wait()
+    wait_until_ended(pid)
+    starter.stdout.close()
+    starter.stdin.close()
+
+
+def test_a_shard_that_cannot_start_is_explained_with_its_log(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailable, match=r"shard 0 .* ended with status 1[\s\S]*backend='abacus'"):
+        start_shards(1, backend="abacus", log_dir=tmp_path)
+
+
+def test_a_shard_that_dies_is_named_with_its_log(tmp_path: Path) -> None:
+    with start_shards(2, log_dir=tmp_path, memory_limit_bytes=1 << 27) as shards:
+        shards.check()
+        os.kill(shards.processes[1].pid, signal.SIGKILL)
+        shards.processes[1].wait(20)
+        with pytest.raises(
+            StoreUnavailable, match=rf"shard 1 \(process {shards.processes[1].pid}\) ended with status -9"
+        ):
+            shards.check()
+
+
+def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailable, match=r"shard 0 did not serve within 0.05 s"):
+        start_shards(1, log_dir=tmp_path, start_timeout_s=0.05)
+
+
+def test_a_shard_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(local_shards, "STOP_TIMEOUT_S", 0.3)
+    deaf = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(100)"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    shards = LocalShards([deaf], [tmp_path / "log"])
+    shards.stop()
+    shards.stop()
+    assert deaf.returncode == -signal.SIGKILL
+    assert shards.log_tail(0) == "(empty)"
