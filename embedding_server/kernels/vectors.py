@@ -1,13 +1,13 @@
-"""Explicit 16-lane float32 vectors for numba kernels that move rows: load, add, scale, store, and store past the caches.
+"""Explicit 16-lane float32 vectors for numba kernels that move rows: load, add, scale, store, and streaming stores.
 
-Why not plain loops: LLVM guards each vectorised row loop with overlap checks and cannot emit streaming stores, which skip
-reading the line that is about to be overwritten. Pooling 106,496 one-hot look-ups x 64 into 27 MB takes 3.0 ms with
-plain loops and 1.1 to 1.5 ms with these (AMD EPYC, one thread), and reading the result afterwards is no slower.
+Why not plain loops: LLVM guards each vectorised row loop with overlap checks, and does not emit streaming stores, which
+skip reading the line that is about to be overwritten. Pooling 106,496 one-hot look-ups x 64 into 27 MB takes 3.0 ms in
+plain loops and 1.1 to 1.5 ms with these (AMD EPYC, one thread); reading the result afterwards is no slower.
 
 The dtype of an array says how its values are converted, at compile time:
     float32 -> float32, uint16 -> bfloat16 (rounds to nearest even), int16 -> float16 (the CPU's own conversion).
 `kernel_view` makes that view of wire values. Indices are uint64 (`at(i)`), so that numba adds no wrap-around test.
-On a CPU without 512-bit registers LLVM splits each vector; the results are the same bit for bit (no fused multiply-add).
+On a CPU without 512-bit registers LLVM splits each vector; the results are the same bit for bit (nothing is fused).
 """
 
 from __future__ import annotations

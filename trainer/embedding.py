@@ -1,0 +1,241 @@
+"""The drop-in collections: TorchRec's interfaces on top of an EmbeddingStore.
+
+    store = InprocStore()                                                  # or a RemoteStore
+    ebc = FrostlineEmbeddingBagCollection(tables=configs, store=store)     # instead of EmbeddingBagCollection
+    ...
+    loss.backward(); optimizer.step(); ebc.step(learning_rate)
+
+They take TorchRec's configs and KeyedJaggedTensor and give its KeyedTensor (a dict of JaggedTensor), with sum and mean
+pooling, weighted bags (a weighted mean is sum(w x) / L, as in FBGEMM), empty bags (zeros) and shared tables. Rows are
+not parameters of the module: they live in the store, state_dict() is empty, DDP has nothing to synchronise, and any
+int64 is a row_id.
+
+A forward in train() mode with gradients enabled is a step: it pulls, which counts as a visit, and one .step() must
+follow. Any other forward (eval(), no_grad()) is a look-up, which changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, Unpack
+
+import numpy as np
+import torch
+from torch.autograd.function import once_differentiable
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollectionInterface,
+    get_embedding_names_by_table,
+)
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from embedding_server.errors import InvalidInput
+from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
+from embedding_server.store import EmbeddingStore, Identity, PushAck, UpdateMode
+from trainer import kernels
+from trainer.lookup_plan import LookupPlan
+from trainer.lookups import Lookups, Table
+from trainer.table_configs import specs_of_configs
+from trainer.training_steps import OpenStep, StepGradients, TrainingSteps
+
+_MAX_THREADS = 4  # pooling is bound by memory bandwidth beyond
+
+
+class CollectionOptions(TypedDict, total=False):
+    """What both collections take by keyword, beside tables and store."""
+
+    learning_rate: float  # of .step(); 0.01
+    optimizer: OptimizerSpec  # of every table
+    policy: PolicySpec  # of every table
+    seed: int  # of initial values; 0
+    specs: Mapping[str, TableSpec]  # whole specs of single tables, by name
+    job: str  # under which the store counts steps ("default"); two collections on one store need two
+    mode: UpdateMode  # of the epoch that is begun when no identity is given; "sync"
+    identity: Identity  # this worker, after rank 0 called begin_epoch; without it an epoch of one worker is begun
+    last_step: int  # with identity: what begin_epoch said; 0
+    num_threads: int  # for dedup, pooling and gradients; torch's number, at most 4
+    device: torch.device | str  # of the output; rows are pooled on the CPU
+
+
+class _PoolRows(torch.autograd.Function):
+    """All tables at once: (anchor, weights) -> float32 output. Gradients of rows go to the open step, not to autograd.
+
+    The anchor is an empty leaf made for this forward, so that backward runs although no input needs a gradient; it is
+    no parameter of the module, so DDP does not wait for it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        lookups: Lookups,
+        opened: OpenStep | None,
+    ) -> torch.Tensor:
+        ctx.lookups, ctx.opened = lookups, opened
+        rows = lookups.num_samples if lookups.plan.is_pooled else lookups.num_lookups
+        return torch.from_numpy(lookups.pool()).view(rows, lookups.pitch)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, output_gradient: torch.Tensor) -> tuple[None, torch.Tensor | None, None, None]:
+        gradient = output_gradient.detach().contiguous().numpy().reshape(-1)
+        if ctx.opened is not None:
+            ctx.opened.receive(gradient)
+        of_weights = torch.from_numpy(ctx.lookups.weight_gradients(gradient)) if ctx.needs_input_grad[1] else None
+        return None, of_weights, None, None
+
+
+class _Collection(torch.nn.Module):
+    """What both collections share: tables in the store, and one worker's steps."""
+
+    def __init__(
+        self,
+        configs: Sequence[BaseEmbeddingConfig],
+        tables: Sequence[Table],
+        store: EmbeddingStore,
+        is_weighted: bool,
+        options: CollectionOptions,
+    ) -> None:
+        super().__init__()
+        self.learning_rate = options.get("learning_rate", 0.01)
+        self._device = torch.device(options.get("device", "cpu"))
+        optimizer, policy = options.get("optimizer", OptimizerSpec()), options.get("policy", PolicySpec())
+        store.create_tables(specs_of_configs(configs, optimizer, policy, options.get("seed", 0), options.get("specs")))
+        identity, last_step = options.get("identity"), options.get("last_step", 0)
+        if identity is None:
+            job = options.get("job", "default")
+            info = store.begin_epoch(job, 1, options.get("mode", "sync"))
+            identity, last_step = Identity(job, info.epoch, 0), info.last_step
+        num_threads = options.get("num_threads", min(torch.get_num_threads(), _MAX_THREADS))
+        is_pooled = isinstance(self, EmbeddingBagCollectionInterface)
+        self._plan = LookupPlan(tables, store, is_pooled, is_weighted, num_threads)
+        self._steps = TrainingSteps(store, self._plan, identity, last_step)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the output is; rows are pooled on the CPU."""
+        return self._device
+
+    @property
+    def identity(self) -> Identity:
+        return self._steps.who
+
+    def prefetch(self, features: KeyedJaggedTensor) -> None:
+        """Pulls the rows of the next training forward, which must get the same object. One thread at a time."""
+        self._steps.prefetch(features)
+
+    def step(self, learning_rate: float | None = None) -> PushAck:
+        """Pushes the gradients of the oldest training forward that has not been pushed; nothing if it had no backward.
+
+        Errors: NotReady without such a forward; the store's. After an error the step is still open.
+        """
+        return self._steps.step(self.learning_rate if learning_rate is None else learning_rate)
+
+    def take_gradients(self, learning_rate: float | None = None) -> StepGradients:
+        """step() in two halves, for a loop that pushes in the background: take, then `push` from any thread."""
+        return self._steps.take_gradients(self.learning_rate if learning_rate is None else learning_rate)
+
+    def push(self, gradients: StepGradients) -> PushAck:
+        return self._steps.push(gradients)
+
+    def _rows_of(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, Lookups]:
+        """(output float32 [B, sum of dims] or [N, D], the look-ups it came from)."""
+        is_step = self.training and torch.is_grad_enabled()
+        opened = self._steps.begin(features) if is_step else None
+        lookups = opened.lookups if opened else self._steps.look_up(features)
+        anchor = torch.empty(0, requires_grad=True) if is_step else None
+        weights = features.weights() if self._plan.is_weighted else None
+        out: torch.Tensor = _PoolRows.apply(anchor, weights, lookups, opened)
+        return out.to(self._device), lookups
+
+
+class FrostlineEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterface):
+    """Pooled embeddings: KeyedJaggedTensor -> KeyedTensor float32 [B, sum of dims], tables and features in order.
+
+    tables: TorchRec's configs, unchanged; num_embeddings only sets the default initial range. init_fn is refused.
+    """
+
+    def __init__(
+        self,
+        tables: list[EmbeddingBagConfig],
+        store: EmbeddingStore,
+        is_weighted: bool = False,
+        **options: Unpack[CollectionOptions],
+    ) -> None:
+        for config in tables:
+            if config.pooling not in (PoolingType.SUM, PoolingType.MEAN):
+                raise InvalidInput(f"table {config.name!r}: pooling={config.pooling} must be SUM or MEAN for bags")
+        plan_tables = [Table(c.name, c.embedding_dim, _feature_names(c), c.pooling == PoolingType.MEAN) for c in tables]
+        super().__init__(tables, plan_tables, store, is_weighted, options)
+        self._configs = tables
+        self._is_weighted = is_weighted
+        self._embedding_names = [name for names in get_embedding_names_by_table(tables) for name in names]
+        self._dims = [c.embedding_dim for c in tables for _ in c.feature_names]
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        out, _ = self._rows_of(features)
+        return KeyedTensor(keys=self._embedding_names, length_per_key=self._dims, values=out)
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        return self._configs
+
+    def is_weighted(self) -> bool:
+        return self._is_weighted
+
+
+class FrostlineEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
+    """Sequence embeddings: KeyedJaggedTensor -> {name: JaggedTensor float32 [values of the feature, D]}.
+
+    All tables have the same dim, as in TorchRec; need_indices puts the row_ids into the JaggedTensors' weights.
+    """
+
+    def __init__(
+        self,
+        tables: list[EmbeddingConfig],
+        store: EmbeddingStore,
+        need_indices: bool = False,
+        **options: Unpack[CollectionOptions],
+    ) -> None:
+        dims = {config.embedding_dim for config in tables}
+        if len(dims) != 1:
+            raise InvalidInput(f"the tables have dims {sorted(dims)}; a sequence collection has tables of one dim")
+        plan_tables = [Table(c.name, c.embedding_dim, _feature_names(c)) for c in tables]
+        super().__init__(tables, plan_tables, store, False, options)
+        self._configs = tables
+        self._need_indices = need_indices
+        self._names_by_table = get_embedding_names_by_table(tables)
+        self._embedding_names = [name for names in self._names_by_table for name in names]
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        out, lookups = self._rows_of(features)
+        num_values = np.diff(np.append(lookups.slots[:, kernels.FIRST_LOOKUP], lookups.num_lookups)).tolist()
+        by_key = features.to_dict()
+        result = {}
+        for name, (_, feature), values in zip(
+            self._embedding_names, self._plan.slot_names, out.split(num_values), strict=True
+        ):
+            of_key = by_key[feature]
+            indices = of_key.values() if self._need_indices else None
+            result[name] = JaggedTensor(values=values, lengths=of_key.lengths(), weights=indices)
+        return result
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        return self._configs
+
+    def need_indices(self) -> bool:
+        return self._need_indices
+
+    def embedding_dim(self) -> int:
+        return int(self._plan.dims[0])
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        return self._names_by_table
+
+
+def _feature_names(config: EmbeddingBagConfig | EmbeddingConfig) -> list[str]:
+    """A config without features has one named as the table; as in TorchRec, the config then says so."""
+    if not config.feature_names:
+        config.feature_names = [config.name]
+    return config.feature_names

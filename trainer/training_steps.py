@@ -1,0 +1,150 @@
+"""The steps of one worker between its collection and the store: pull ahead, forward, backward, push. No torch in here.
+
+    prefetch(features)      pull of step t, in any one thread, ahead of its forward
+    begin(features)         forward of step t: the prefetched look-ups, or a pull now
+    OpenStep.receive(...)   backward: the output's gradient becomes gradients of rows
+    step(learning_rate)     push of step t
+
+Each step is pulled once and pushed once, in order. In mode pipelined the forward of t+1 may run before the push of t.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from embedding_server.errors import InvalidInput, NotReady
+from embedding_server.store import EmbeddingStore, Identity, PushAck, TableGradients
+from trainer.lookup_plan import LookupPlan
+from trainer.lookups import Lookups, RowGradients
+
+
+class OpenStep:
+    """A step whose rows are here and whose gradients are not pushed yet."""
+
+    def __init__(self, step: int, lookups: Lookups) -> None:
+        self.step = step
+        self.lookups = lookups
+        self.row_gradients: dict[str, RowGradients] = {}
+        self._output_gradient: np.ndarray | None = None
+
+    def receive(self, output_gradient: np.ndarray) -> None:
+        """Takes the output's gradient, float32[size], which nobody changes afterwards.
+
+        A second backward through the same forward (two losses) adds to the first. It is kept for that: gradients in a
+        16-bit wire dtype must not be added up.
+        """
+        if self._output_gradient is not None:
+            output_gradient = self._output_gradient + output_gradient
+        self.row_gradients = {}  # if the next line refuses, the step has no gradient rather than half of one
+        self.row_gradients = self.lookups.row_gradients(output_gradient)
+        self._output_gradient = output_gradient
+
+
+@dataclass(frozen=True, slots=True)
+class StepGradients:
+    """What a Push takes."""
+
+    step: int
+    tables: Mapping[str, TableGradients]
+
+
+class TrainingSteps:
+    """Thread safety: one thread may prefetch and push while another runs forward and backward.
+
+    Invariants:
+    1. Steps are pulled in order, 1 apart, and a step is counted only when its pull returned.
+    2. `_open` holds the steps between forward and push, oldest first.
+    """
+
+    def __init__(self, store: EmbeddingStore, plan: LookupPlan, who: Identity, last_step: int) -> None:
+        self.who = who
+        self._store = store
+        self._plan = plan
+        self._lock = threading.Lock()  # guards the three below
+        self._pulled_step = last_step
+        self._ahead: deque[tuple[KeyedJaggedTensor, OpenStep]] = deque()
+        self._open: deque[OpenStep] = deque()
+
+    def prefetch(self, features: KeyedJaggedTensor) -> None:
+        """Pulls the rows of the next training forward, which must get the same `features` object."""
+        opened = self._pull(features)
+        with self._lock:
+            self._ahead.append((features, opened))
+
+    def begin(self, features: KeyedJaggedTensor) -> OpenStep:
+        with self._lock:
+            if self._ahead:
+                expected, opened = self._ahead[0]
+                if expected is not features:
+                    raise InvalidInput(
+                        f"step {opened.step} was prefetched with another batch than forward got; run forward on the "
+                        "batches, the same objects, in the order in which they were prefetched"
+                    )
+                self._ahead.popleft()
+                self._open.append(opened)
+                return opened
+            if self._open:
+                raise NotReady(
+                    f"a training forward came while step {self._open[0].step} has no .step() yet; call .step() after "
+                    "loss.backward(), once per training forward (for other forwards use eval() or torch.no_grad())"
+                )
+        opened = self._pull(features)
+        with self._lock:
+            self._open.append(opened)
+        return opened
+
+    def look_up(self, features: KeyedJaggedTensor) -> Lookups:
+        """A read that is not a visit, for evaluation."""
+        lookups = self._plan.route(features, for_training=False)
+        lookups.attach(self._store.lookup(lookups.ids))
+        return lookups
+
+    def take_gradients(self, learning_rate: float) -> StepGradients:
+        """Ends the oldest open step and gives what `push` sends; empty if there was no backward."""
+        if not math.isfinite(learning_rate):
+            raise InvalidInput(f"learning_rate={learning_rate} must be finite; look at the schedule")
+        return self._gradients(self._pop_open(), learning_rate)
+
+    def push(self, gradients: StepGradients) -> PushAck:
+        return self._store.push(self.who, gradients.step, gradients.tables)
+
+    def step(self, learning_rate: float) -> PushAck:
+        """take_gradients and push; after an error the step is still open and step() may be called again."""
+        if not math.isfinite(learning_rate):
+            raise InvalidInput(f"learning_rate={learning_rate} must be finite; look at the schedule")
+        opened = self._pop_open()
+        try:
+            return self.push(self._gradients(opened, learning_rate))
+        except BaseException:
+            with self._lock:
+                self._open.appendleft(opened)
+            raise
+
+    def _pull(self, features: KeyedJaggedTensor) -> OpenStep:
+        lookups = self._plan.route(features, for_training=True)
+        step = self._pulled_step + 1
+        lookups.attach(self._store.pull(self.who, step, lookups.ids))
+        self._pulled_step = step
+        return OpenStep(step, lookups)
+
+    def _pop_open(self) -> OpenStep:
+        with self._lock:
+            if not self._open:
+                raise NotReady(
+                    ".step() came before a training forward; call it once after each forward and loss.backward()"
+                )
+            return self._open.popleft()
+
+    def _gradients(self, opened: OpenStep, learning_rate: float) -> StepGradients:
+        tables = {
+            name: TableGradients(g.ids, g.values, learning_rate, g.default_gradient)
+            for name, g in opened.row_gradients.items()
+        }
+        return StepGradients(opened.step, tables)
