@@ -153,7 +153,8 @@ class Job(Section):
     data: DataSection
     model: ModelSection = ModelSection()
     embedding: EmbeddingSection = EmbeddingSection()
-    trainer: TrainerSection = TrainerSection()
+    # made anew for each job, because its default folder depends on the directory of the command
+    trainer: TrainerSection = Field(default_factory=TrainerSection)
     servers: ServersSection = ServersSection()
     arms: dict[Annotated[str, Field(pattern=NAME)], dict[str, Any]] = Field(
         {}, max_length=64, description="overlays by arm name, in the shape of the job; empty: one arm, `main`"
@@ -277,7 +278,7 @@ class _StrictLoader(yaml.SafeLoader):
 def parse_yaml(text: str, where: str) -> Any:
     """Plain data from YAML. InvalidInput names `where` and the line."""
     try:
-        return yaml.load(text, _StrictLoader)  # noqa: S506 - a SafeLoader
+        return yaml.load(text, _StrictLoader)  # _StrictLoader is a SafeLoader
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = f" line {mark.line + 1}" if mark else ""

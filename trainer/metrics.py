@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numba import njit
 
 from embedding_server.kernels.hashing import hash_row_ids
 from trainer.data.batch import Batch, Schema
@@ -117,6 +118,8 @@ class BiasModel:
         self._learning_rate = learning_rate
         self._weights = np.zeros(1 << slot_bits)
         self._squares = np.full(1 << slot_bits, 1e-6)
+        self._sums = np.zeros(1 << slot_bits)  # all zero between steps
+        self._salts = [hash_row_ids(np.array([column], np.int64)).view(np.int64)[0] for column in self._columns]
         self._bias, self._bias_square = 0.0, 1e-6
 
     def train(self, batch: Batch) -> float:
@@ -127,10 +130,7 @@ class BiasModel:
         z = self._logits(slots, owners, batch.num_samples)
         labels = batch.labels.numpy()
         errors = 1.0 / (1.0 + np.exp(-z)) - labels
-        touched, inverse = np.unique(slots, return_inverse=True)
-        gradients = np.bincount(inverse, errors[owners], len(touched)) / batch.num_samples
-        self._squares[touched] += gradients**2
-        self._weights[touched] -= self._learning_rate * gradients / np.sqrt(self._squares[touched])
+        _adagrad(slots, owners, errors / len(errors), self._weights, self._squares, self._sums, self._learning_rate)
         mean_error = float(errors.mean())
         self._bias_square += mean_error**2
         self._bias -= self._learning_rate * mean_error / math.sqrt(self._bias_square)
@@ -138,6 +138,8 @@ class BiasModel:
 
     def logits(self, batch: Batch) -> np.ndarray:
         """float64[B]."""
+        if not batch.num_samples:
+            return np.empty(0)
         return self._logits(*self._slots(batch), batch.num_samples)
 
     def _logits(self, slots: np.ndarray, owners: np.ndarray, num_samples: int) -> np.ndarray:
@@ -150,12 +152,32 @@ class BiasModel:
         values = batch.sparse.values().numpy()
         ends = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
         slots, owners = [], []
-        for column in self._columns:
+        for column, salt in zip(self._columns, self._salts, strict=True):
             own = values[ends[column] - lengths[column].sum(dtype=np.int64) : ends[column]]
-            salted = hash_row_ids(own) ^ hash_row_ids(np.array([column], np.int64))[0]
-            slots.append((hash_row_ids(salted.view(np.int64)) >> self._shift).astype(np.int64))
+            slots.append((hash_row_ids(own ^ salt) >> self._shift).astype(np.int64))
             owners.append(np.repeat(np.arange(b), lengths[column]))
         return np.concatenate(slots), np.concatenate(owners)
+
+
+@njit(nogil=True, cache=True)
+def _adagrad(
+    slots: np.ndarray,
+    owners: np.ndarray,
+    errors: np.ndarray,
+    weights: np.ndarray,
+    squares: np.ndarray,
+    sums: np.ndarray,
+    learning_rate: float,
+) -> None:
+    """One Adagrad step: the gradient of a slot is the sum of the errors of its values' samples. `sums` is scratch."""
+    for i in range(slots.size):
+        sums[slots[i]] += errors[owners[i]]
+    for i in range(slots.size):
+        slot = slots[i]
+        gradient = sums[slot]
+        sums[slot] = 0.0  # a slot that comes again is done, and its second step is one of size zero
+        squares[slot] += gradient * gradient
+        weights[slot] -= learning_rate * gradient / np.sqrt(squares[slot])
 
 
 def bias_metrics(

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torchrec.models.deepfm import SimpleDeepFMNN
-from torchrec.models.dlrm import DLRM, DLRM_DCN
+from torchrec.models.dlrm import DLRM, DLRM_DCN, InteractionDCNArch
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingBagCollectionInterface
 
 from embedding_server.errors import InvalidInput
@@ -31,9 +31,11 @@ def build_model(section: ModelSection, collection: EmbeddingBagCollectionInterfa
     bags = cast(EmbeddingBagCollection, collection)
     match section.kind:
         case "dlrm_dcn":
-            return DLRM_DCN(
+            model = DLRM_DCN(
                 bags, num_dense, section.dense_layers, section.over_layers, section.dcn_layers, section.dcn_rank
             )
+            model.inter_arch = _EmptyBatchInteraction(model.inter_arch.F, model.inter_arch.crossnet)
+            return model
         case "dlrm":
             return DLRM(bags, num_dense, section.dense_layers, section.over_layers)
         case "deepfm":
@@ -51,6 +53,22 @@ def logits_of(model: nn.Module, batch: Batch) -> torch.Tensor:
             f"the model gave {shape} for {batch.num_samples} samples; its forward must give logits [B] or [B, 1]"
         )
     return logits.reshape(-1)
+
+
+class _EmptyBatchInteraction(InteractionDCNArch):
+    """torchrec's own, but a batch without samples passes: reshape([0, -1]) cannot tell what -1 stands for.
+
+    Such a batch must take the usual way, so that DDP sees this worker's gradients, which are zero.
+    """
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: torch.Tensor) -> torch.Tensor:
+        """[B, D] and [B, F, D] -> [B, F * D + D]."""
+        if self.F <= 0:
+            return dense_features
+        crossed: torch.Tensor = self.crossnet(
+            torch.cat((dense_features.unsqueeze(1), sparse_features), dim=1).flatten(1)
+        )
+        return crossed
 
 
 def _deepfm_with_logits(model: SimpleDeepFMNN) -> nn.Module:

@@ -3,8 +3,9 @@
 Split. Each user's ratings by time: the first 80% train, the next 10% validate, the last 10% test.
 
 Features. Of the user: user, age bucket of five years, gender, occupation, three digits of the zip code. Of the film:
-item, genres, words of the title, year. Of the moment: hour of the week. Crosses: user x genre, item x age x gender, user x
-hour of the day. History: up to 30 films that the user rated well (`liked`) and badly (`disliked`), from table `item`.
+item, genres, words of the title, year. Of the moment: hour of the week. Crosses: user x genre, item x age x gender,
+user x hour of the day. History: up to 30 films that the user rated well (`liked`) and badly (`disliked`), from table
+`item`.
 Dense: how often the user and the film were rated before, and the time.
 
 No leak. History and counts look at training ratings alone, and only at those strictly earlier than the sample.

@@ -102,7 +102,7 @@ class SyntheticData(_Data):
     )
     hots: list[int] = Field([1], min_length=1, description="values in each feature's bag; a shorter list is repeated")
     zipf_exponent: float = Field(1.05, ge=0.0, le=4.0, description="P(rank r) ~ r^-exponent; 0 is uniform")
-    truth_scale: float = Field(0.5, ge=0.0, description="spread of the planted weight of an ID, in logits")
+    truth_scale: float = Field(0.25, ge=0.0, description="spread of the planted weight of an ID, in logits")
     positive_rate: float = Field(0.25, gt=0.0, lt=1.0, description="share of positive labels, about")
 
     def has_split(self, split: Split) -> bool:

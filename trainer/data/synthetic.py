@@ -5,7 +5,7 @@ Truth. Every row_id carries a weight, uniform with mean 0 and standard deviation
 
     bias + sum over features of the bag's weight + 0.1 * truth_scale * (sum of the dense features)
 
-and the label is drawn from it. `planted_logits` gives the logits of a batch, and so the best AUC that a model can reach.
+and the label is drawn from it. `planted_logits` gives the logits of a batch, and so the best AUC there is.
 
 Row_ids are scattered over all 64 bits, as hashes are. Sample n of a split depends on (seed, split, n) alone, so every
 data pass repeats the same samples, whatever the number of workers.
