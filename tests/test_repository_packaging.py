@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import os
 import re
 import stat
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CPU_ONLY, CUDA_ONLY = {"torch", "fbgemm-gpu-cpu"}, {"torch", "fbgemm-gpu"}
+ABI_LOCKED = {"torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"}
 #: torchrec asks for the CUDA fbgemm-gpu; the CPU list has fbgemm-gpu-cpu in its place
 REPLACED = {("torchrec", "fbgemm-gpu")}
 #: recbole is in the list for the data in its wheel; nothing of it is imported, so what it needs is left out
@@ -68,9 +71,28 @@ def test_pins_satisfy_the_ranges_of_pyproject() -> None:
         assert requirement.specifier.contains(version, prereleases=True), f"{requirement} is pinned to {version}"
 
 
+def test_every_import_is_of_a_package_that_pyproject_names() -> None:
+    distributions = importlib.metadata.packages_distributions()
+    named = {canonicalize_name(requirement.name) for requirement in project_requirements()} | ABI_LOCKED
+    ours = {"embedding_server", "trainer", "services", "frostline"}
+    unnamed = set()
+    packages = ("embedding_server", "trainer", "services")
+    for path in [path for package in packages for path in (ROOT / package).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                modules = [node.module or ""]
+            for top in {module.partition(".")[0] for module in modules} - sys.stdlib_module_names - ours:
+                owners = {canonicalize_name(owner) for owner in distributions.get(top, [])}
+                if not owners & named:
+                    origin = ", ".join(sorted(owners)) or "not installed"
+                    unnamed.add(f"{path.relative_to(ROOT)} imports {top} ({origin})")
+    assert not unnamed, "\n".join(sorted(unnamed))
+
+
 def test_pyproject_leaves_the_abi_locked_packages_to_the_environment() -> None:
     named = {canonicalize_name(requirement.name) for requirement in project_requirements()}
-    assert not named & {"torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"}
+    assert not named & ABI_LOCKED
 
 
 def test_torch_torchrec_and_fbgemm_go_together() -> None:
