@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from embedding_server.errors import StoreUnavailable
+from embedding_server.errors import FrostlineError, InvalidInput
 from trainer.job import Job, resolved_json
 from trainer.report import ArmSummary, Progress
 
@@ -41,6 +41,10 @@ SETTINGS = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one actor less to start
     "RAY_TRAIN_ENABLE_STATE_ACTOR_RECONCILIATION": "0",
 }
+
+
+class WorkersFailed(FrostlineError):
+    """A worker of an arm raised or died."""
 
 
 class Board:
@@ -77,7 +81,7 @@ class RayGroup:
     ) -> ArmSummary:
         """Blocks until the arm is done. `check` is called meanwhile and ends the wait by raising.
 
-        Raises StoreUnavailable with the reason when a worker failed or died.
+        Raises WorkersFailed, naming the worker and the reason.
         """
         config = {
             "job": resolved_json(job),
@@ -133,7 +137,7 @@ class _Outcome:
 
     def value(self) -> Any:
         if self._error is not None:
-            raise StoreUnavailable(reason_of(self._error)) from self._error
+            raise WorkersFailed(reason_of(self._error)) from self._error
         return self._result.return_value
 
 
@@ -141,17 +145,18 @@ def reason_of(error: BaseException) -> str:
     """One line for each failed worker, without Ray's own trace."""
     failures = getattr(error, "worker_failures", None)
     if failures:
-        return "; ".join(f"worker {rank} failed: {_first_line(cause)}" for rank, cause in sorted(failures.items()))
-    text = str(error)
-    if "died" in text:
-        pid = next((line.split()[-1] for line in text.splitlines() if line.strip().startswith("pid:")), "unknown")
-        return f"a worker process (pid {pid}) died: killed, out of memory, or a crash; see the logs in {LOGS}"
-    return f"{_first_line(error)}; see the logs in {LOGS}"
+        return "; ".join(f"worker {rank} {_what_happened(cause)}" for rank, cause in sorted(failures.items()))
+    return f"a worker {_what_happened(error)}"
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text if type(error).__name__ == "WorkerFailed" else f"{type(error).__name__}: {text.splitlines()[0]}"
+def _what_happened(error: BaseException) -> str:
+    name, text = type(error).__name__, str(error).strip()
+    if name == "WorkerFailed":
+        return f"failed: {text}"
+    if name == "WorkerHealthCheckFailedError" or "died unexpectedly" in text:
+        return f"died: killed, out of memory, or a crash; see the logs in {LOGS}"
+    first_line = text.splitlines()[0] if text else ""
+    return f"failed: {name}: {first_line}; see the logs in {LOGS}"
 
 
 @contextmanager
@@ -190,6 +195,6 @@ def ray_group(workers: int, storage: Path) -> Iterator[RayGroup]:
 def _check_resources(workers: int, cpus: float) -> None:
     """Ray would wait for ever."""
     if cpus < workers:
-        raise StoreUnavailable(
+        raise InvalidInput(
             f"trainer.workers={workers} needs as many CPUs, and the Ray cluster has {cpus:g}; add nodes or lower it"
         )

@@ -44,7 +44,6 @@ class Progress:
     loss: float
     ne: float
     auc: float
-    phase: str = "train"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +159,7 @@ class ProgressShow:
         if progress != self._last_shown and (is_last or now - self._last_line_s >= self._log_every_s):
             self._last_line_s, self._last_shown = now, progress
             of = f"/{progress.total_steps}" if progress.total_steps else ""
-            self.say(f"{progress.arm}: {progress.phase}, step {progress.step}{of}, {figures(progress)}")
+            self.say(f"{progress.arm}: step {progress.step}{of}, {figures(progress)}")
 
     def _update_bar(self, bar: RichProgress, progress: Progress) -> None:
         task = self._tasks.get(progress.arm)

@@ -1,0 +1,225 @@
+"""The training loop of one worker of one arm, and the parts it is made of.
+
+    run_worker(job, arm, store, group, folder, show) -> ArmSummary
+
+reads top down: build the parts, go through the steps, evaluate, sum up. Where rows come from is the store's affair;
+how reading, pulling and pushing overlap with the dense step is pipeline.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+
+from embedding_server.policy import compute_frostline
+from embedding_server.store import EmbeddingStore, EpochInfo, Identity, WireStats
+from trainer.data.batch import Batch, Reader
+from trainer.data.registry import open_reader
+from trainer.data.spec import Split
+from trainer.embedding import FrostlineEmbeddingBagCollection
+from trainer.evaluation import evaluate
+from trainer.group import Group
+from trainer.job import Job, steps_of, table_specs
+from trainer.lr_schedule import Schedule, schedule_in_steps
+from trainer.metrics import Metrics
+from trainer.models import build_model, logits_of
+from trainer.pipeline import Pipeline
+from trainer.precision import Precision, use_precision
+from trainer.report import ArmSummary, Progress, summarise_arm
+from trainer.run_log import RunLog
+from trainer.warm_up import warm_up_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The parts of one worker's run."""
+
+    job: Job
+    group: Group
+    store: EmbeddingStore
+    who: Identity
+    last_step: int  # of the job on these shards before this run; the loop counts from 1, the shards from here on
+    reader: Reader
+    rows: FrostlineEmbeddingBagCollection
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    row_rate: Schedule
+    dense_rate: Schedule
+    precision: Precision
+    total_steps: int | None
+    reselect_every: int | None  # steps; None: no table ever freezes
+    validate_every: int | None
+
+    def is_reselection(self, step: int) -> bool:
+        return self.reselect_every is not None and step % self.reselect_every == 0
+
+    def is_validation(self, step: int) -> bool:
+        return self.validate_every is not None and step % self.validate_every == 0 and step != self.total_steps
+
+    def is_barrier(self, step: int) -> bool:
+        return self.is_reselection(step) or self.is_validation(step)
+
+
+def run_worker(
+    job: Job, arm: str, store: EmbeddingStore, group: Group, folder: Path, show: Callable[[Progress], None]
+) -> ArmSummary:
+    """Trains and evaluates one arm; every worker of the group calls it. Figures are of the whole group.
+
+    Worker 0 shows progress and writes TensorBoard's files into `folder`.
+    """
+    run = build_run(job, store, group)
+    with RunLog(arm, run.total_steps, folder if group.is_first else None, show) as log:
+        train(run, log)
+        test = score(run, "test")
+        log.scores("test", test)
+    wire = WireStats(*group.sums([getattr(store.wire_stats, name) for name in WireStats.__dataclass_fields__]))
+    num_samples = group.sums([log.num_samples])[0]
+    return summarise_arm(store.stats().total(), wire, test, num_samples, log.train_s, log.wall_s)
+
+
+def train(run: Run, log: RunLog) -> None:
+    with Pipeline(iter(run.reader), run.rows, run.job.trainer.mode, run.is_barrier, run.total_steps) as pipeline:
+        for step, batch in pipeline:
+            logits = train_step(run, step, batch)
+            pipeline.push(run.row_rate.at(step))
+            log.observe(step, batch, logits)
+            if run.is_barrier(step):
+                pipeline.drain()
+            if run.is_reselection(step):
+                reselect(run, run.last_step + step)
+                log.rows(run.store)
+            if run.is_validation(step):
+                with log.pause():
+                    log.scores("validation", score(run, "validation"))
+        pipeline.drain()
+
+
+def train_step(run: Run, step: int, batch: Batch) -> torch.Tensor:
+    """Forward, backward and the dense update. Returns the logits, float32[B], made before the update."""
+    for parameters in run.optimizer.param_groups:
+        parameters["lr"] = run.dense_rate.at(step)
+    run.optimizer.zero_grad(set_to_none=True)
+    with run.precision.context():
+        logits = logits_of(run.model, batch)
+    logits = logits.float()
+    summed = binary_cross_entropy_with_logits(logits, batch.labels, reduction="sum")
+    # DDP and the shards divide by the number of workers, so the mean over the global batch is this:
+    (summed * (run.group.size / batch.num_global_samples)).backward()
+    run.optimizer.step()
+    return logits.detach()
+
+
+def reselect(run: Run, step: int) -> None:
+    """All workers wait while worker 0 moves the frostlines. Their pushes are acknowledged; nobody has pulled ahead."""
+    run.group.barrier()
+    if run.group.is_first:
+        specs = run.store.table_specs()
+        frostlines = {
+            table: compute_frostline(histogram, specs[table].policy.hot_fraction)
+            for table, histogram in run.store.heat_histograms(run.who, step).items()
+        }
+        run.store.reselect(run.who, step, frostlines)
+    run.group.barrier()
+
+
+def score(run: Run, split: Split) -> Metrics | None:
+    """Metrics of a split, None if the data has no samples of it."""
+    if not run.job.data.has_split(split):
+        return None
+    run.group.barrier()
+    reader = open_reader(run.job, split, run.group.rank, run.group.size)
+    # look-ups and nothing else: DDP's forward would wait for gradients to average
+    model = run.model.module if run.group.size > 1 else run.model
+    return evaluate(model, reader, run.precision, run.group)
+
+
+def build_run(job: Job, store: EmbeddingStore, group: Group) -> Run:
+    precision = use_precision(job.trainer.precision)
+    reader = open_reader(job, "train", group.rank, group.size)
+    epoch = join_job(job, store, group, reader)
+    who = Identity(job.name, epoch.epoch, group.rank)
+    rows = build_rows(job, store, reader, who, epoch.last_step)
+    torch.manual_seed(job.seed)
+    model = build_model(job.model, rows, reader.schema.num_dense)
+    if group.size > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    total = _total_steps(job, reader)
+    trainer = job.trainer
+    return Run(
+        job=job,
+        group=group,
+        store=store,
+        who=who,
+        last_step=epoch.last_step,
+        reader=reader,
+        rows=rows,
+        model=model,
+        optimizer=build_optimizer(job, model),
+        row_rate=schedule_in_steps(job.embedding.learning_rate, trainer.batch_size, total),
+        dense_rate=schedule_in_steps(trainer.dense_optimizer.learning_rate, trainer.batch_size, total),
+        precision=precision,
+        total_steps=total,
+        reselect_every=_reselect_every(job, store),
+        validate_every=_validate_every(job, reader),
+    )
+
+
+def join_job(job: Job, store: EmbeddingStore, group: Group, reader: Reader) -> EpochInfo:
+    """Worker 0 creates the tables and begins the epoch; the others learn it."""
+    info = EpochInfo(0, 0)
+    if group.is_first:
+        store.create_tables(table_specs(job, reader.schema.tables))
+        info = store.begin_epoch(job.name, group.size, job.trainer.mode)
+    return EpochInfo(group.from_first(info.epoch), group.from_first(info.last_step))
+
+
+def build_rows(
+    job: Job, store: EmbeddingStore, reader: Reader, who: Identity, last_step: int
+) -> FrostlineEmbeddingBagCollection:
+    pooling = PoolingType.MEAN if job.embedding.pooling == "mean" else PoolingType.SUM
+    warm_up_rows(job.embedding.dim, store.wire_dtype, pooling)
+    tables = reader.schema.tables
+    configs = [
+        # row_ids are any int64: num_embeddings means nothing here, and TorchRec's config wants one
+        EmbeddingBagConfig(
+            name=name, embedding_dim=job.embedding.dim, num_embeddings=1, feature_names=features, pooling=pooling
+        )
+        for name, features in tables.items()
+    ]
+    specs = {spec.name: spec for spec in table_specs(job, tables)}
+    return FrostlineEmbeddingBagCollection(configs, store, specs=specs, identity=who, last_step=last_step)
+
+
+def build_optimizer(job: Job, model: torch.nn.Module) -> torch.optim.Optimizer:
+    spec = job.trainer.dense_optimizer
+    kinds = {
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "adagrad": torch.optim.Adagrad,
+        "sgd": torch.optim.SGD,
+    }
+    return kinds[spec.kind](model.parameters(), lr=spec.learning_rate.base, weight_decay=spec.weight_decay)
+
+
+def _total_steps(job: Job, reader: Reader) -> int | None:
+    limits = [n for n in (reader.num_steps, job.trainer.max_steps) if n is not None]
+    return min(limits) if limits else None
+
+
+def _reselect_every(job: Job, store: EmbeddingStore) -> int | None:
+    if all(spec.policy.kind == "off" for spec in store.table_specs().values()):
+        return None
+    return steps_of(job.trainer.reselect_every_samples, job.trainer.batch_size)
+
+
+def _validate_every(job: Job, reader: Reader) -> int | None:
+    if not job.data.has_split("validation"):
+        return None
+    if job.trainer.validate_every_samples is not None:
+        return steps_of(job.trainer.validate_every_samples, job.trainer.batch_size)
+    return reader.steps_per_pass
