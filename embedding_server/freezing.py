@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embedding_server.errors import Overloaded
 from embedding_server.index import FROZEN_BIT, INITIAL, Entries
 from embedding_server.kernels.cpu import can_freeze, quantize_8bit, read_frozen
 from embedding_server.optimizers import decode_accumulator, encode_accumulator
@@ -28,11 +27,21 @@ def frozen_row_bytes(dim: int, frozen_bits: int) -> int:
     return 4 * dim if frozen_bits == 32 else dim + 8
 
 
+def can_freeze_now(table: Table, rows: int) -> bool:
+    """False while the disk fails (rows would only change their place in memory) or no segment is left for them.
+
+    They stay hot then; the failing disk has its event from the writer, and a merge makes room for segments.
+    """
+    return not table.segments.is_write_failing and table.segments.can_append(rows)
+
+
 def freeze(table: Table, entries: Entries) -> tuple[int, int]:
     """Freezes hot rows, given in bucket order. Returns (frozen, unfreezable).
 
     Every index entry flips only after its row lies in the segment's buffer, which serves reads at once.
     """
+    if not can_freeze_now(table, entries.row_ids.shape[0]):
+        return 0, 0
     slots = entries.locations.astype(np.int32)
     weights, state = table.hot.read(slots)
     survives = can_freeze(weights)
@@ -43,11 +52,12 @@ def freeze(table: Table, entries: Entries) -> tuple[int, int]:
         entries = Entries(entries.row_ids[keep], entries.addresses[keep], entries.locations[keep], entries.heat[keep])
     if not slots.shape[0]:
         return 0, refused
-    try:
-        locations = _append(table, entries.row_ids, slots, weights, state)
-    except Overloaded as error:  # every segment slot is in use: rows stay hot until a merge frees some
-        table.on_event(str(error))
-        return 0, refused
+    locations = table.segments.append(
+        entries.row_ids,
+        _quantise(weights, table.spec.policy.frozen_bits),
+        encode_accumulator(table.spec, state),
+        table.visits.array[slots, 0],
+    )
     table.index.set_locations(entries.addresses, locations)
     table.slots.give_back(slots)
     table.rows_frozen += slots.shape[0]
@@ -79,7 +89,7 @@ def freeze_coldest(table: Table, rows: int, step: int) -> int:
 
     Rows visited at this step or the one before stay, since their gradients may still be on the way.
     """
-    if table.spec.policy.kind == "off" or table.segments.is_write_failing:
+    if table.spec.policy.kind == "off":
         return 0
     entries = table.index.scan(0, table.index.num_buckets)
     hot = np.flatnonzero((entries.locations & FROZEN_BIT) == 0)
@@ -97,15 +107,6 @@ def freeze_coldest(table: Table, rows: int, step: int) -> int:
     )
     table.segments.seal()
     return frozen
-
-
-def _append(table: Table, row_ids: np.ndarray, slots: np.ndarray, weights: np.ndarray, state: np.ndarray) -> np.ndarray:
-    return table.segments.append(
-        row_ids,
-        _quantise(weights, table.spec.policy.frozen_bits),
-        encode_accumulator(table.spec, state),
-        table.visits.array[slots, 0],
-    )
 
 
 def _quantise(weights: np.ndarray, frozen_bits: int) -> np.ndarray:

@@ -7,7 +7,7 @@ when it is full, each at its own phase, so that the whole grows smoothly; one bu
 
 Arithmetic: 15 bytes / 0.8 mean load = 18.8 bytes a row.
 
-A location is a uint32: bit 31 clear: hot, the slot; bit 31 set: frozen, segment slot (8 bits) and position (23 bits).
+A location is a uint32 (kernels/locations.py): bit 31 clear: hot, the slot; bit 31 set: frozen, where in which segment.
 INITIAL is a frozen row that still has its initial value and needs no storage.
 
 Thread safety: none; the thread that owns the shard owns the index.
@@ -21,15 +21,14 @@ import mmap
 
 import numpy as np
 from numba import boolean, carray, float32, float64, int64, njit, types, uint16, uint32, void
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from embedding_server.heat import CODES_PER_BIN, bump
 from embedding_server.kernels.hashing import bucket_of, hash_row_id
-from embedding_server.kernels.kernel import array, kernel, view
+from embedding_server.kernels.kernel import array, kernel, pointer, view
+from embedding_server.kernels.locations import FROZEN, NO_SEGMENT
 
-FROZEN_BIT = np.uint32(0x80000000)
-INITIAL = np.uint32(0xFFFFFFFF)
+FROZEN_BIT = np.uint32(FROZEN)
+INITIAL = NO_SEGMENT
 ENTRY_BYTES = 14
 BYTES_PER_SLOT = ENTRY_BYTES + 1
 HEAT_BYTES = 2
@@ -44,23 +43,15 @@ _ONE = np.uint64(1)
 _I64, _I64_IN, _U32, _U32_IN = array(int64), view(int64), array(uint32), view(uint32)
 
 
-@intrinsic
-def _pointer(typingctx, address):
-    def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), codegen
-
-
 @njit(inline="always")
 def entries_at(address, capacity):
     """The entries of the bucket whose buffer starts at `address`; with capacity 1, the entry at an entry address."""
-    return carray(_pointer(address), capacity, ENTRY)
+    return carray(pointer(address), capacity, ENTRY)
 
 
 @njit(inline="always")
 def _tags_at(address, capacity):
-    return carray(_pointer(address + ENTRY_BYTES * capacity), capacity, np.uint8)
+    return carray(pointer(address + ENTRY_BYTES * capacity), capacity, np.uint8)
 
 
 @njit(inline="always")

@@ -102,8 +102,6 @@ def _reselect_buckets(table: Table, first: int, last: int, step: int) -> Moves:
         freezes, thaws = hot[is_idle(table.spec.policy, last_step, step)], np.empty(0, np.int64)
     else:
         freezes, thaws = _split_at_frostline(table, entries)
-    if table.segments.is_write_failing:  # freezing now would only move rows from one place in memory to another
-        freezes = freezes[:0]
     frozen, unfreezable = freeze(table, _take(entries, freezes)) if freezes.shape[0] else (0, 0)
     table.rows_unfreezable += unfreezable
     thawed = 0

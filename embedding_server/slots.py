@@ -19,7 +19,8 @@ class MemoryBudget:
 
     @property
     def free_bytes(self) -> int:
-        return max(0, self.limit_bytes - self.used_bytes)
+        """Negative when a buffer or the index grew past the limit for a moment; the next rows pay that back."""
+        return self.limit_bytes - self.used_bytes
 
 
 class Slots:

@@ -33,6 +33,7 @@ from embedding_server.kernels.wire import MODES, from_float32, wire_view
 from embedding_server.optimizers import initial_state, num_state_columns, table_seed
 from embedding_server.policy import is_above, rank_bins
 from embedding_server.reserved import ReservedArray
+from embedding_server.segment_builder import MAX_SEGMENT_BYTES
 from embedding_server.segments import SegmentSet
 from embedding_server.slots import MemoryBudget, Slots
 from embedding_server.spec import TableSpec
@@ -41,6 +42,7 @@ from embedding_server.store import WIRE_NUMPY, Frostline, Rows, TableStats, Wire
 _STEP_BYTES, _VISIT_BYTES = 4, 1  # last_step and visits of a hot row
 _COMPACT_ABOVE = 0.125  # share of free slots from which the tail of the hot rows is given back
 _COMPACTION_SLICES = 64
+_LEAST_SEGMENT_BYTES = 1 << 20
 _ENTRY_COST = 22  # bytes of index that a new row costs at the lowest load, 0.7
 
 
@@ -74,6 +76,7 @@ class Table:
             dim=spec.dim,
             bits=spec.policy.frozen_bits,
             executor=writer,
+            segment_bytes=max(_LEAST_SEGMENT_BYTES, min(MAX_SEGMENT_BYTES, budget.limit_bytes // 16)),
             on_event=on_event,
         )
         self.waiting = VisitCounts() if spec.policy.min_count > 1 else None  # IDs below min_count
@@ -231,6 +234,7 @@ class Table:
             freeze_coldest(self, -(-(needed - self._budget.free_bytes) // self.hot_row_bytes), step)
             self.segments.flush()  # a buffer counts as memory until its file is there
             self._compact()
+            self._record_memory()
         slots = self.slots.take_free(n)
         room = self._budget.free_bytes - slots.shape[0] * entry_bytes
         grows = min(n - slots.shape[0], max(0, room) // (self.hot_row_bytes + entry_bytes))

@@ -24,7 +24,7 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from embedding_server.kernels.hashing import hash_row_id, mix64
-from embedding_server.kernels.kernel import array, kernel, view
+from embedding_server.kernels.kernel import array, kernel, pointer, view
 from embedding_server.kernels.wire import MODES, bits_to_f32, f32_to_bits, load, store, wire_view
 
 _F32, _I64, _U64 = types.float32, types.int64, types.uint64
@@ -41,25 +41,15 @@ _WIRE_OUT = (array(_F32, 2), array(types.uint16, 2))
 
 
 @intrinsic
-def _pointer(typingctx, address):
-    """int64 address -> void pointer."""
-
-    def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), codegen
-
-
-@intrinsic
 def _prefetch(typingctx, address):
     """Asks for the cache line at an int64 address (LLVM llvm.prefetch: read, keep in every level)."""
 
     def codegen(context, builder, signature, args):
-        pointer = ir.IntType(8).as_pointer()
+        address = ir.IntType(8).as_pointer()
         i32 = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        builder.call(function, [builder.inttoptr(args[0], pointer), i32(0), i32(3), i32(1)])
+        kind = ir.FunctionType(ir.VoidType(), [address, i32, i32, i32])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [address], kind)
+        builder.call(function, [builder.inttoptr(args[0], address), i32(0), i32(3), i32(1)])
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
@@ -294,12 +284,12 @@ def gather_frozen(addresses, bits, dim, out, positions, mode):
             continue
         target = out[positions[i]]
         if bits == 8:
-            row = carray(_pointer(addresses[i]), (dim + 8,), np.uint8)
+            row = carray(pointer(addresses[i]), (dim + 8,), np.uint8)
             scale, bias = _get_float32(row, dim), _get_float32(row, dim + 4)
             for d in range(dim):
                 store(target, d, _fused_multiply_add(np.float32(row[d]), scale, bias), mode)
         else:
-            values = carray(_pointer(addresses[i]), (dim,), np.float32)
+            values = carray(pointer(addresses[i]), (dim,), np.float32)
             for d in range(dim):
                 store(target, d, values[d], mode)
 

@@ -8,9 +8,11 @@ compiled at import; `warm_up` does it (or loads numba's cache) before a shard se
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
+from llvmlite import ir
 from numba import njit, types
+from numba.extending import intrinsic
 
 
 def array(dtype: types.Type, ndim: int = 1) -> types.Type:
@@ -23,10 +25,20 @@ def view(dtype: types.Type, ndim: int = 1) -> types.Type:
     return types.Array(dtype, ndim, "C", readonly=True, aligned=False)
 
 
+@intrinsic
+def pointer(typingctx, address):  # type: ignore[no-untyped-def]
+    """int64 address -> void pointer, for carray."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), codegen
+
+
 class Kernel:
     """A function that numba compiles, for its signatures only, at the first call or at `compile`."""
 
-    registry: list[Kernel] = []
+    registry: ClassVar[list[Kernel]] = []
 
     def __init__(self, function: Callable[..., Any], signatures: list[Any]) -> None:
         self._function, self._signatures = function, signatures

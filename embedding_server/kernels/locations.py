@@ -13,11 +13,10 @@ of base addresses, one entry a segment slot. An address is the int64 value of a 
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, njit, types
-from numba.extending import intrinsic
 
 from embedding_server.kernels.hashing import bucket_of, hash_row_id
+from embedding_server.kernels.kernel import pointer
 
 FROZEN = 1 << 31
 SLOT_SHIFT = 23
@@ -25,14 +24,6 @@ MAX_SLOTS = 256
 MAX_SEGMENT_ROWS = (1 << SLOT_SHIFT) - 1
 #: No segment has this position; the index uses it for a frozen row that needs no storage (index.INITIAL)
 NO_SEGMENT = np.uint32(0xFFFFFFFF)
-
-
-@intrinsic
-def _as_pointer(typingctx, address):
-    def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], ir.PointerType(ir.IntType(8)))
-
-    return types.voidptr(types.int64), codegen
 
 
 @njit(inline="always")
@@ -86,7 +77,7 @@ def gather_bytes(locations: np.ndarray, bases: np.ndarray, out: np.ndarray) -> N
     """out uint8[n] = the byte of each location in the uint8 arrays at bases."""
     for i in range(locations.shape[0]):
         address = bases[_slot(locations[i])] + _position(locations[i])
-        out[i] = carray(_as_pointer(address), (1,), np.uint8)[0]
+        out[i] = carray(pointer(address), (1,), np.uint8)[0]
 
 
 @njit(nogil=True, cache=True)
@@ -94,7 +85,7 @@ def gather_row_ids(locations: np.ndarray, bases: np.ndarray, out: np.ndarray) ->
     """out int64[n] = the row_id of each location in the int64 arrays at bases."""
     for i in range(locations.shape[0]):
         address = bases[_slot(locations[i])] + _position(locations[i]) * 8
-        out[i] = carray(_as_pointer(address), (1,), np.int64)[0]
+        out[i] = carray(pointer(address), (1,), np.int64)[0]
 
 
 @njit(nogil=True, cache=True)
@@ -103,7 +94,7 @@ def gather_rows(locations: np.ndarray, bases: np.ndarray, out: np.ndarray) -> No
     row_bytes = out.shape[1]
     for i in range(locations.shape[0]):
         address = bases[_slot(locations[i])] + _position(locations[i]) * row_bytes
-        row = carray(_as_pointer(address), (row_bytes,), np.uint8)
+        row = carray(pointer(address), (row_bytes,), np.uint8)
         for j in range(row_bytes):
             out[i, j] = row[j]
 

@@ -107,7 +107,7 @@ def has_duplicates(row_ids):
     if suspects == 0:
         return False
     ordered = np.sort(row_ids)
-    for i in range(1, ordered.shape[0]):
+    for i in range(1, ordered.shape[0]):  # noqa: SIM110  numba compiles no generator
         if ordered[i] == ordered[i - 1]:
             return True
     return False

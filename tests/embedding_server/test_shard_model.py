@@ -183,9 +183,21 @@ class Harness:
         if repeat:
             for worker in self._workers():
                 assert self._push_one(worker, pushes[worker]).result(0).duplicate
-        for push in pushes:
-            for row_id, gradient in zip(push.row_ids.tolist(), push.values, strict=True):
+        self._apply_to_model(pushes)
+
+    def _apply_to_model(self, pushes: list[ShardGradients]) -> None:
+        """sync sums a row's gradients before it applies them; after 8 bits a row is no integer, so the order shows."""
+        steps = [dict(zip(push.row_ids.tolist(), push.values, strict=True)) for push in pushes]
+        if self.mode == "sync":
+            total: dict[int, np.ndarray] = {}
+            for one in steps:
+                for row_id, gradient in one.items():
+                    total[row_id] = total.get(row_id, np.zeros(DIM, np.float32)) + gradient
+            steps = [total]
+        for one in steps:
+            for row_id, gradient in one.items():
                 self.model.rows[row_id].values = self.model.rows[row_id].values - gradient / self.num_workers
+        for push in pushes:
             if push.default_gradient is not None:
                 self.model.default = self.model.default - push.default_gradient / self.num_workers
 
