@@ -56,9 +56,9 @@ class CriteoTsvReader(StreamReader[LineBlock]):
             faults[-1] = _CUT, 0
         if not faults[:, 0].any():
             return Part(dense, row_ids[lengths > 0], lengths, labels)
-        for i in np.flatnonzero(faults[:, 0]):
+        for i in np.flatnonzero(faults[:, 0]).tolist():
             reason = _reason(int(faults[i, 0]), int(faults[i, 1]), block.line(low + i))
-            self._bad.reject(block.path, block.first_row + low + int(i), reason)
+            self._bad.reject(block.path, block.first_row + low + i, reason)
         good = faults[:, 0] == _OK
         lengths = np.ascontiguousarray(lengths[:, good])
         return Part(dense[good], row_ids[:, good][lengths > 0], lengths, labels[good])
@@ -124,7 +124,7 @@ def parse_rows(
 
 
 @njit(nogil=True, cache=True)
-def _parse_label(buffer, first, end, labels, i):  # type: ignore[no-untyped-def]
+def _parse_label(buffer: np.ndarray, first: int, end: int, labels: np.ndarray, i: int) -> int:
     if end - first != 1 or (buffer[first] != _ZERO and buffer[first] != _ZERO + 1):
         return _LABEL
     labels[i] = buffer[first] - _ZERO
@@ -132,7 +132,7 @@ def _parse_label(buffer, first, end, labels, i):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _parse_integer(buffer, first, end, dense, i, column):  # type: ignore[no-untyped-def]
+def _parse_integer(buffer: np.ndarray, first: int, end: int, dense: np.ndarray, i: int, column: int) -> int:
     if first == end:
         return _OK
     is_negative = buffer[first] == _MINUS
@@ -151,7 +151,9 @@ def _parse_integer(buffer, first, end, dense, i, column):  # type: ignore[no-unt
 
 
 @njit(nogil=True, cache=True)
-def _parse_hex(buffer, first, end, row_ids, lengths, feature, i):  # type: ignore[no-untyped-def]
+def _parse_hex(
+    buffer: np.ndarray, first: int, end: int, row_ids: np.ndarray, lengths: np.ndarray, feature: int, i: int
+) -> int:
     if first == end:
         return _OK
     if end - first > MAX_HEX_DIGITS:

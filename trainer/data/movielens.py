@@ -9,7 +9,7 @@ user x hour of the day. History: up to 30 films that the user rated well (`liked
 Dense: how often the user and the film were rated before, and the time.
 
 No leak. History and counts look at training ratings alone, and only at those strictly earlier than the sample.
-Over all samples that makes 42 thousand row_ids, most of them seen a few times.
+Over all samples that makes 42 thousand row_ids, nearly half of them in four samples or fewer.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _histories(ratings: Ratings, is_train: np.ndarray) -> dict[str, Bags]:
     for name, is_counted in (("liked", is_train & is_liked), ("disliked", is_train & ~is_liked)):
         count = _count_before(ratings.user, ratings.timestamp_s, is_counted)
         # the flat array holds the counted samples in (user, time) order; a sample's bag ends where its second begins
-        of_earlier_users = (np.cumsum(is_counted) - is_counted)[_group_first(ratings.user)]
+        of_earlier_users: np.ndarray = (np.cumsum(is_counted) - is_counted)[_group_first(ratings.user)]
         lengths = np.minimum(count, HISTORY_LENGTH)
         result[name] = Bags(item_ids[is_counted], of_earlier_users + count - lengths, lengths)
     return result

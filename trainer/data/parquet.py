@@ -103,8 +103,8 @@ class ParquetReader(StreamReader[TableBlock]):
 
     def _labels(self, rows: pa.RecordBatch, faults: dict[int, str]) -> np.ndarray:
         labels = _numbers(rows.column(self._label), null=np.nan)
-        for position in np.flatnonzero((labels != 0.0) & (labels != 1.0)):
-            faults[int(position)] = f"label {self._label!r} is {_shown(rows, self._label, position)}, must be 0 or 1"
+        for position in np.flatnonzero((labels != 0.0) & (labels != 1.0)).tolist():
+            faults[position] = f"label {self._label!r} is {_shown(rows, self._label, position)}, must be 0 or 1"
         return labels.astype(np.float32)
 
     def _dense(self, rows: pa.RecordBatch, faults: dict[int, str]) -> np.ndarray:
@@ -112,9 +112,9 @@ class ParquetReader(StreamReader[TableBlock]):
         for i, column in enumerate(self.schema.dense):
             with np.errstate(over="ignore"):  # a float64 beyond float32 becomes infinite, and is rejected below
                 dense[:, i] = _numbers(rows.column(column), null=0.0)
-            for position in np.flatnonzero(~np.isfinite(dense[:, i])):
+            for position in np.flatnonzero(~np.isfinite(dense[:, i])).tolist():
                 shown = _shown(rows, column, position)
-                faults.setdefault(int(position), f"dense {column!r} is {shown} and must be finite in float32")
+                faults.setdefault(position, f"dense {column!r} is {shown} and must be finite in float32")
         return dense
 
 
@@ -213,7 +213,7 @@ def _row_ids(column: pa.Array) -> np.ndarray:
 
 
 def _shown(rows: pa.RecordBatch, column: str, position: int) -> str:
-    return repr(rows.column(column)[int(position)].as_py())
+    return repr(rows.column(column)[position].as_py())
 
 
 def _one_line(error: Exception) -> str:

@@ -136,6 +136,6 @@ def check_split(data: _Data, split: str) -> Split:
     """The split's name, if it is one and the job has samples of it."""
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is not one{did_you_mean(split, list(SPLITS))}")
-    if not data.has_split(split):  # type: ignore[arg-type]
+    if not data.has_split(split):
         raise ValueError(f"data.{split}: the job names no {split} samples; add them or ask for another split")
-    return split  # type: ignore[return-value]
+    return split
