@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BeforeValidator, ByteSize, Field, ValidationError, field_validator, model_validator
 
 from embedding_server.errors import InvalidInput
@@ -24,9 +23,9 @@ from embedding_server.store import WireDtype
 from trainer.data.spec import AbsolutePath, DataSection
 from trainer.lr_schedule import LearningRate
 from trainer.model_spec import ModelSection
+from trainer.overlay import apply_settings, overlay, read_yaml
 from trainer.section import Section, did_you_mean, explain
 
-MAX_JOB_BYTES = 1 << 20
 MAX_BATCH_SIZE = 1 << 22
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
@@ -189,21 +188,13 @@ class Job(Section):
         base.pop("arms", None)
         if not self.arms:
             return {"main": make_job(base)}
-        return {arm: _arm_job(base, arm, overlay) for arm, overlay in self.arms.items()}
+        return {arm: _arm_job(base, arm, changes) for arm, changes in self.arms.items()}
 
 
 def load_job(path: str | Path, settings: Sequence[str] = ()) -> Job:
     """Reads a YAML job file and lays `a.b=value` settings over it. Every arm is checked too."""
     path = Path(path)
-    try:
-        if path.stat().st_size > MAX_JOB_BYTES:
-            raise InvalidInput(f"{path}: {path.stat().st_size} bytes, and a job file has at most {MAX_JOB_BYTES}")
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InvalidInput(f"{path}: cannot be read ({error.strerror}); give the path of a job file") from error
-    except UnicodeDecodeError as error:
-        raise InvalidInput(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
-    raw = parse_yaml(text, str(path))
+    raw = read_yaml(path)
     if not isinstance(raw, dict):
         kind = "empty" if raw is None else f"a {type(raw).__name__}"
         raise InvalidInput(f"{path}: is {kind}, and a job is a mapping with the keys name and data; see examples/")
@@ -222,21 +213,6 @@ def make_job(raw: Mapping[str, Any]) -> Job:
     if job.arms:
         job.arm_jobs()
     return job
-
-
-def apply_settings(raw: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
-    """Lays each `a.b.c=value` over the job; the value is YAML (`[64, 1]`, `true`). The input is not changed."""
-    result = dict(raw)
-    for setting in settings:
-        path, equals, text = setting.partition("=")
-        keys = path.strip().split(".")
-        if not equals or not all(keys):
-            raise InvalidInput(f"--set {setting!r}: must be path.to.key=value; e.g. --set trainer.data_passes=1")
-        overlay: Any = parse_yaml(text, f"--set {path}")
-        for key in reversed(keys):
-            overlay = {key: overlay}
-        result = _overlay(result, overlay, f"--set {setting!r}")
-    return result
 
 
 def table_specs(job: Job, tables: Iterable[str]) -> list[TableSpec]:
@@ -260,57 +236,16 @@ def json_schema() -> dict[str, Any]:
     return Job.model_json_schema()
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML in which a key that stands twice is an error and not the last one's victory."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key_node, _ in node.value:
-            if isinstance(key_node, yaml.ScalarNode) and key_node.tag != "tag:yaml.org,2002:merge":
-                if key_node.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"key {key_node.value!r} stands twice; remove one", key_node.start_mark
-                    )
-                seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
-
-
-def parse_yaml(text: str, where: str) -> Any:
-    """Plain data from YAML. InvalidInput names `where` and the line."""
-    try:
-        return yaml.load(text, _StrictLoader)  # _StrictLoader is a SafeLoader
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        line = f" line {mark.line + 1}" if mark else ""
-        raise InvalidInput(f"{where}{line}: not YAML: {error.problem}") from None
-    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
-        raise InvalidInput(f"{where}: not YAML: {str(error) or 'nested too deep'}") from None
-
-
-def _arm_job(base: Mapping[str, Any], arm: str, overlay: Mapping[str, Any]) -> Job:
+def _arm_job(base: Mapping[str, Any], arm: str, changes: Mapping[str, Any]) -> Job:
     for key in ("name", "seed", "data", "arms"):
-        if key in overlay:
+        if key in changes:
             raise InvalidInput(
                 f"arms.{arm}.{key}: an arm may not change {key!r}, or the arms could not be compared; set it in the job"
             )
     try:
-        return Job.model_validate(_overlay(dict(base), overlay, f"arms.{arm}"))
+        return Job.model_validate(overlay(dict(base), changes, f"arms.{arm}"))
     except ValidationError as error:
         raise InvalidInput(f"arms.{arm}: " + explain(error, Job).replace("\n", f"\narms.{arm}: ")) from None
-
-
-def _overlay(base: dict[str, Any], over: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`over` on `base`: mappings merge, anything else replaces. Neither argument is changed."""
-    result = dict(base)
-    for key, value in over.items():
-        old = result.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
-            result[key] = _overlay(dict(old), value, f"{where}.{key}")
-        elif isinstance(value, Mapping) and old is not None and not isinstance(old, Mapping):
-            raise InvalidInput(f"{where}: {key!r} is {old!r} in the job and has no keys of its own; set {key!r} itself")
-        else:
-            result[key] = value
-    return result
 
 
 def _knobs_of(embedding: EmbeddingSection, table: str) -> TableKnobs:
@@ -322,7 +257,7 @@ def _knobs_of(embedding: EmbeddingSection, table: str) -> TableKnobs:
         if key not in names:
             raise ValueError(f"embedding.tables.{table}: unknown key {key!r}{did_you_mean(str(key), sorted(names))}")
     try:
-        return TableKnobs.model_validate(_overlay(base, overrides, f"embedding.tables.{table}"))
+        return TableKnobs.model_validate(overlay(base, overrides, f"embedding.tables.{table}"))
     except ValidationError as error:
         text = explain(error, TableKnobs)
         raise ValueError(f"embedding.tables.{table}." + text.replace("\n", f"\nembedding.tables.{table}.")) from None

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.job import apply_settings, json_schema, load_job, make_job, resolved_json, steps_of, table_specs
+from trainer.job import json_schema, load_job, make_job, resolved_json, steps_of, table_specs
+from trainer.overlay import apply_settings
 
 ROOT = Path(__file__).parents[2]
 
