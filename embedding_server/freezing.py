@@ -60,6 +60,7 @@ def freeze(table: Table, entries: Entries) -> tuple[int, int]:
     )
     table.index.set_locations(entries.addresses, locations)
     table.slots.give_back(slots)
+    table.generation += 1
     table.rows_frozen += slots.shape[0]
     table.moves_frozen += slots.shape[0]
     return int(slots.shape[0]), refused

@@ -24,7 +24,7 @@ from numba import boolean, carray, float32, float64, int64, njit, types, uint16,
 
 from embedding_server.heat import CODES_PER_BIN, bump
 from embedding_server.kernels.hashing import bucket_of, hash_row_id
-from embedding_server.kernels.kernel import array, kernel, pointer, view
+from embedding_server.kernels.kernel import array, kernel, pointer, prefetch, view
 from embedding_server.kernels.locations import FROZEN, NO_SEGMENT
 
 FROZEN_BIT = np.uint32(FROZEN)
@@ -32,6 +32,7 @@ INITIAL = NO_SEGMENT
 ENTRY_BYTES = 14
 BYTES_PER_SLOT = ENTRY_BYTES + 1
 HEAT_BYTES = 2
+_AHEAD = 12  # IDs between asking for a bucket's lines and probing them: 8 to 16 were alike, 4 and 32 slower
 _MAX_LOAD = 0.875
 _GROWTH = 1.2
 _OWN_MAP_BYTES = 128 << 10  # buffers from here on are maps of their own: freed at once, no holes in the heap
@@ -60,12 +61,29 @@ def _tag(h):
 
 
 @njit(inline="always")
+def _home(h, capacity):
+    """Where a row of hash h would lie if nobody were in the way: the high 32 bits, scaled to the capacity."""
+    return np.int64(((h >> np.uint64(32)) * np.uint64(capacity)) >> np.uint64(32))
+
+
+@njit(inline="always")
+def _ask_for(addresses, capacities, row_id, num_buckets):
+    """Asks for the cache lines that a probe for row_id reads first; three quarters of a probe is waiting for them."""
+    h = hash_row_id(row_id)
+    b = bucket_of(h, num_buckets)
+    capacity = capacities[b]
+    home = _home(h, capacity)
+    prefetch(addresses[b] + ENTRY_BYTES * capacity + home)
+    prefetch(addresses[b] + ENTRY_BYTES * home)
+
+
+@njit(inline="always")
 def _probe(address, capacity, h, row_id):
     """(position, found): where row_id is, or the empty position where it belongs. capacity > 0 and not full."""
     entries = entries_at(address, capacity)
     tags = _tags_at(address, capacity)
     tag = _tag(h)
-    position = np.int64(((h >> np.uint64(32)) * np.uint64(capacity)) >> np.uint64(32))
+    position = _home(h, capacity)
     while tags[position] != 0:
         if tags[position] == tag and entries[position].row_id == row_id:
             return position, True
@@ -81,6 +99,8 @@ def _locate(addresses, capacities, row_ids, out_entries, out_locations):
     frozen = 0
     num_buckets = np.uint64(addresses.shape[0])
     for i in range(row_ids.shape[0]):
+        if i + _AHEAD < row_ids.shape[0]:
+            _ask_for(addresses, capacities, row_ids[i + _AHEAD], num_buckets)
         h = hash_row_id(row_ids[i])
         b = bucket_of(h, num_buckets)
         found = False

@@ -16,7 +16,7 @@ PAGE_BYTES = mmap.PAGESIZE
 
 #: Up to here a map takes 4 KiB pages, so that a job with many small tables pays no rounding to 2 MiB; beyond it takes
 #: huge pages where the kernel has them, which costs at most 2 MiB in 32 (6%) and spares random reads their TLB misses.
-SMALL_PAGES_BYTES = 32 << 20
+SMALL_PAGES_BYTES = 4 << 20
 
 
 class ReservedArray:

@@ -24,7 +24,7 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from embedding_server.kernels.hashing import hash_row_id, mix64
-from embedding_server.kernels.kernel import array, kernel, pointer, view
+from embedding_server.kernels.kernel import array, kernel, pointer, prefetch, view
 from embedding_server.kernels.wire import MODES, bits_to_f32, f32_to_bits, load, store, wire_view
 
 _F32, _I64, _U64 = types.float32, types.int64, types.uint64
@@ -38,21 +38,6 @@ _F32_ROWS = array(_F32, 2)
 _INDEX = view(types.int32)
 _WIRE_IN = (view(_F32, 2), view(types.uint16, 2))
 _WIRE_OUT = (array(_F32, 2), array(types.uint16, 2))
-
-
-@intrinsic
-def _prefetch(typingctx, address):
-    """Asks for the cache line at an int64 address (LLVM llvm.prefetch: read, keep in every level)."""
-
-    def codegen(context, builder, signature, args):
-        address = ir.IntType(8).as_pointer()
-        i32 = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [address, i32, i32, i32])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [address], kind)
-        builder.call(function, [builder.inttoptr(args[0], address), i32(0), i32(3), i32(1)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
 
 
 @intrinsic
@@ -73,7 +58,7 @@ def _prefetch_row(rows, slots, i):
         start = np.int64(rows.ctypes.data) + np.int64(slots[i + _AHEAD]) * row_bytes
         asked = row_bytes if row_bytes < _PREFETCH_BYTES else _PREFETCH_BYTES
         for offset in range(0, asked, 64):
-            _prefetch(start + offset)
+            prefetch(start + offset)
 
 
 # ---- hot rows -------------------------------------------------------------------------------------------------------

@@ -35,6 +35,21 @@ def pointer(typingctx, address):  # type: ignore[no-untyped-def]
     return types.voidptr(types.int64), codegen
 
 
+@intrinsic
+def prefetch(typingctx, address):
+    """Asks for the cache line at an int64 address (LLVM llvm.prefetch: read, keep in every level)."""
+
+    def codegen(context, builder, signature, args):
+        address = ir.IntType(8).as_pointer()
+        i32 = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [address, i32, i32, i32])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [address], kind)
+        builder.call(function, [builder.inttoptr(args[0], address), i32(0), i32(3), i32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
 class Kernel:
     """A function that numba compiles, for its signatures only, at the first call or at `compile`."""
 
