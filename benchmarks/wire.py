@@ -124,8 +124,11 @@ def serve_plain(shape: Shape) -> None:
 
     from frostline.v1 import embedding_pb2_grpc as pb_grpc
 
+    class Servicer(PlainServicer, pb_grpc.EmbeddingShardServicer):
+        """The calls that PlainServicer leaves out are unimplemented."""
+
     server = grpc.server(ThreadPoolExecutor(4), options=GRPC_OPTIONS)
-    pb_grpc.add_EmbeddingShardServicer_to_server(PlainServicer(shape), server)
+    pb_grpc.add_EmbeddingShardServicer_to_server(Servicer(shape), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     print(json.dumps({"address": f"127.0.0.1:{port}"}), flush=True)

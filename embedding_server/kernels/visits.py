@@ -92,24 +92,19 @@ def hot_slots(entries, locations, out_slots):
 
 @kernel(boolean(_IDS))
 def has_duplicates(row_ids):
-    """True if a row_id occurs twice. A bitmap of hashes first, so that the exact check runs only on a collision."""
-    bits = 64
-    while bits < 16 * row_ids.shape[0]:
-        bits *= 2
-    seen = np.zeros(bits // 64, np.uint64)
-    suspects = 0
+    """True if a row_id occurs twice: a set by open addressing that holds position + 1, at most half full."""
+    size = 64
+    while size < 2 * row_ids.shape[0]:
+        size *= 2
+    mask = np.uint64(size - 1)
+    seen = np.zeros(size, np.int32)
     for i in range(row_ids.shape[0]):
-        b = hash_row_id(row_ids[i]) >> np.uint64(16) & np.uint64(bits - 1)
-        word, bit = b >> np.uint64(6), np.uint64(1) << (b & np.uint64(63))
-        if seen[word] & bit:
-            suspects += 1
-        seen[word] |= bit
-    if suspects == 0:
-        return False
-    ordered = np.sort(row_ids)
-    for i in range(1, ordered.shape[0]):  # noqa: SIM110  numba compiles no generator
-        if ordered[i] == ordered[i - 1]:
-            return True
+        at = hash_row_id(row_ids[i]) >> np.uint64(16) & mask
+        while seen[at] != 0:
+            if row_ids[seen[at] - 1] == row_ids[i]:
+                return True
+            at = (at + np.uint64(1)) & mask
+        seen[at] = np.int32(i + 1)
     return False
 
 
