@@ -264,7 +264,7 @@ def gather_frozen(addresses, bits, dim, out, positions, mode):
     for i in range(addresses.size):
         if i + _AHEAD < addresses.size:  # a prefetch of address 0 does nothing
             for offset in range(0, min(row_bytes, _PREFETCH_BYTES), 64):
-                _prefetch(addresses[i + _AHEAD] + offset)
+                prefetch(addresses[i + _AHEAD] + offset)
         if addresses[i] == 0:
             continue
         target = out[positions[i]]

@@ -36,10 +36,10 @@ def pointer(typingctx, address):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def prefetch(typingctx, address):
+def prefetch(typingctx, address):  # type: ignore[no-untyped-def]
     """Asks for the cache line at an int64 address (LLVM llvm.prefetch: read, keep in every level)."""
 
-    def codegen(context, builder, signature, args):
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         address = ir.IntType(8).as_pointer()
         i32 = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [address, i32, i32, i32])
