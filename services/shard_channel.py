@@ -8,6 +8,8 @@ shard asks for, and DEADLINE_EXCEEDED of one try (it waits for other workers), u
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -44,7 +46,7 @@ class CallTimes:
 
 
 class PendingCall:
-    """A call under way. Made by ShardChannel.start; `result` may be asked once."""
+    """One call with its tries. Owned by the thread that makes it; `result` may be asked once."""
 
     def __init__(self, channel: ShardChannel, method: str, request: bytes) -> None:
         self._channel = channel
@@ -54,31 +56,43 @@ class PendingCall:
         self._unreachable_since_s: float | None = None
         self._tries = 0
         self._backoff_s = FIRST_BACKOFF_S
-        self._future = self._try()
+        self._future: grpc.Future | None = None
 
-    def _try(self) -> grpc.Future:
+    def _next_timeout_s(self) -> float:
         self._tries += 1
         times = self._channel.times
         left_s = self._started_s + times.deadline_s - time.monotonic()
-        try:
-            return self._channel.stub(self._method).future(self._request, timeout=max(min(times.try_s, left_s), 0.001))
-        except ValueError as error:  # grpc's answer on a closed channel
-            raise StoreUnavailable(f"{self._channel.name}: the store was closed; make a new one") from error
+        return max(min(times.try_s, left_s), 0.001)
+
+    def start(self) -> None:
+        """Sends the first try and returns. Without it `result` sends it, and waits on this thread: one switch less."""
+        with self._closed_as_unavailable():
+            self._future = self._channel.stub(self._method).future(self._request, timeout=self._next_timeout_s())
 
     def result(self) -> bytes:
         """The reply. Raises the shard's error, or StoreUnavailable."""
         while True:
             try:
-                return self._future.result()
-            except grpc.FutureCancelledError as error:
-                raise StoreUnavailable(f"{self._channel.name}: the store was closed during {self._method}") from error
+                with self._closed_as_unavailable():
+                    future, self._future = self._future, None
+                    if future is not None:
+                        return future.result()
+                    return self._channel.stub(self._method)(self._request, timeout=self._next_timeout_s())
             except grpc.RpcError as error:
                 failure = rpc_errors.from_rpc_error(error, self._channel.name)
                 time.sleep(self._pause_s(error.code(), failure))
-            self._future = self._try()
 
     def cancel(self) -> None:
-        self._future.cancel()
+        if self._future is not None:
+            self._future.cancel()
+
+    @contextmanager
+    def _closed_as_unavailable(self) -> Iterator[None]:
+        """grpc answers with ValueError on a closed channel, and cancels the calls of one that closes."""
+        try:
+            yield
+        except (ValueError, grpc.FutureCancelledError) as error:
+            raise StoreUnavailable(f"{self._channel.name}: the store was closed; make a new one") from error
 
     def _pause_s(self, status: grpc.StatusCode, failure: FrostlineError) -> float:
         """How long to wait before the next try. Raises `failure`, or StoreUnavailable, if there is none."""
@@ -126,9 +140,6 @@ class ShardChannel:
             stub = self._stubs[method] = self._channel.unary_unary(f"/frostline.v1.{method}")
         return stub
 
-    def start(self, method: str, request: bytes) -> PendingCall:
-        return PendingCall(self, method, request)
-
     def close(self) -> None:
         """Ends running calls with StoreUnavailable."""
         self._channel.close()
@@ -136,13 +147,13 @@ class ShardChannel:
 
 def call_all(method: str, requests: list[tuple[ShardChannel, bytes]]) -> list[bytes]:
     """One call to each channel, all at once; the replies in the same order. Raises the first error."""
-    pending = [channel.start(method, request) for channel, request in requests]
-    replies = []
+    calls = [PendingCall(channel, method, request) for channel, request in requests]
     try:
-        for call in pending:
-            replies.append(call.result())
+        for call in calls[:-1]:
+            call.start()
+        last = [call.result() for call in calls[-1:]]
+        return [call.result() for call in calls[:-1]] + last
     except BaseException:
-        for call in pending:
+        for call in calls:
             call.cancel()
         raise
-    return replies
