@@ -195,7 +195,9 @@ class Lookups:
         table = self.plan.tables[t]
         total = np.zeros(table.dim, np.float32)
         row_starts = self.row_starts[int(self.starts[t]) + t :]
-        flags = self.rows[table.name].flags
+        flags = self.rows[
+            table.name
+        ].flags.copy()  # a network store's flags may be read-only: one compiled form serves all
         kernels.default_gradient(gradient, self.positions, self.scales, row_starts, flags, total)
         if not np.isfinite(total).all():
             self._refuse(gradient, "float32")

@@ -77,10 +77,14 @@ def initial_range(config: BaseEmbeddingConfig) -> tuple[float, float]:
     must be the same there after a restart, so its values are a function of (table, row_id, seed), not of a tensor.
     """
     fn = config.init_fn
-    is_uniform = isinstance(fn, partial) and fn.func is torch.nn.init.uniform_ and not fn.args
-    if not is_uniform or set(fn.keywords) != {"a", "b"}:  # type: ignore[union-attr]
+    if (
+        not isinstance(fn, partial)
+        or fn.func is not torch.nn.init.uniform_
+        or fn.args
+        or set(fn.keywords) != {"a", "b"}
+    ):
         raise InvalidInput(
             f"table {config.name!r}: init_fn={fn!r} cannot be used: rows are created one by one on the shards, when "
             "their row_id is first seen, from (table, row_id, seed) alone; set weight_init_min and weight_init_max"
         )
-    return float(fn.keywords["a"]), float(fn.keywords["b"])  # type: ignore[union-attr]
+    return float(fn.keywords["a"]), float(fn.keywords["b"])
