@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import RESULTS, provenance, write_result
-from benchmarks.memory import PeakWatch, read_memory, release_free_heap
+from benchmarks.memory import PeakWatch, read_memory
+from embedding_server.heap import release_free_heap
 from embedding_server.kernels.hashing import hash_row_ids
 from embedding_server.shard import Shard, ShardGradients
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,13 +29,6 @@ def read_memory() -> Memory:
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     kib = {name: int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem", "RssFile")}
     return Memory(kib["RssAnon"] * 1024, kib["RssShmem"] * 1024, kib["RssFile"] * 1024)
-
-
-def release_free_heap() -> None:
-    """Gives what malloc holds free back to the kernel (glibc only; elsewhere nothing happens)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 class PeakWatch:

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from embedding_server.errors import FrostlineError, InvalidInput, NotReady, TableConflict, UnknownTable
+from embedding_server.heap import release_free_heap
 from embedding_server.kernels import choose_backend
 from embedding_server.kernels.visits import first_foreign
 from embedding_server.reselection import Reselection, heat_histogram
@@ -124,6 +125,7 @@ class Shard:
         self._jobs: dict[str, _Job] = {}
         self._events: deque[str] = deque(maxlen=MAX_EVENTS)
         self._reselection: Reselection | None = None
+        self._has_free_heap = False  # background work ran since the last release_free_heap
         self._load_epochs()
 
     # Tables -----------------------------------------------------------------------------------------------------------
@@ -431,7 +433,13 @@ class Shard:
 
     def maintain(self) -> bool:
         """One slice of background work of some table: compaction, segment files, merges. True if more is waiting."""
-        return any(table.maintain() for table in self._tables.values())
+        if any(table.maintain() for table in self._tables.values()):
+            self._has_free_heap = True
+            return True
+        if self._has_free_heap:
+            release_free_heap()
+            self._has_free_heap = False
+        return False
 
     def close(self) -> None:
         for table in self._tables.values():
