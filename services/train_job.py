@@ -90,11 +90,15 @@ def run_arm(arm_job: Job, arm: str, folder: Path, ray: RayGroup | None, show: Sh
         return run_inproc(arm_job, arm, folder, show)
     assert ray is not None
     if servers.launch == "external":
-        say(f"{arm}: trains on {arm_job.trainer.workers} Ray workers and the shards at {', '.join(servers.addresses)}")
+        say(f"{arm}: trains with {_workers_text(arm_job)} and the shards at {', '.join(servers.addresses)}")
         return _run_on_ray(arm_job, arm, folder, ray, servers.addresses, lambda: None, show)
-    say(f"{arm}: trains on {arm_job.trainer.workers} Ray workers and {servers.num_shards} new shards")
+    say(f"{arm}: trains with {_workers_text(arm_job)} and {servers.num_shards} new shards")
     with _local_shards(arm_job, arm, folder) as shards:
         return _run_on_ray(arm_job, arm, folder, ray, shards.addresses, shards.check, show)
+
+
+def _workers_text(job: Job) -> str:
+    return f"{job.trainer.workers} Ray worker" + ("s" if job.trainer.workers > 1 else "")
 
 
 def run_inproc(arm_job: Job, arm: str, folder: Path, show: Show) -> ArmSummary:

@@ -1,0 +1,170 @@
+"""Whole jobs: a real Ray, real shard processes, gRPC between them, on a stream with planted truth."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import pytest
+
+from embedding_server.errors import InvalidInput
+from services import train_job
+from services.ray_group import RayGroup, ray_group
+from services.train_job import JobFailed, check_arms, run_arm, run_inproc, run_job
+from trainer.job import Job, make_job
+from trainer.report import Progress
+
+# ray 2.60 uses settings of its own that it has deprecated
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+WORKERS = 2
+
+
+def job_of(output_dir: Path, **changes) -> Job:
+    raw = {
+        "name": "tiny",
+        "seed": 5,
+        "data": {
+            "reader": "synthetic",
+            "num_samples": 3000,
+            "num_test_samples": 1000,
+            "num_features": 3,
+            "num_dense": 2,
+            "cardinalities": [400],
+            "truth_scale": 1.5,
+        },
+        "model": {"kind": "dlrm", "dense_layers": [16, 8], "over_layers": [16, 1]},
+        "embedding": {"dim": 8, "learning_rate": {"base": 0.2}, "policy": "idle", "idle_samples": 600},
+        "trainer": {
+            "workers": WORKERS,
+            "threads": 1,
+            "mode": "sync",
+            "batch_size": 100,
+            "precision": "float32",
+            "dense_optimizer": {"kind": "sgd", "learning_rate": {"base": 0.1}},
+            "reselect_every_samples": 600,
+            "output_dir": str(output_dir),
+        },
+        "servers": {"num_shards": 2, "memory_limit_bytes": "128MiB"},
+    }
+    for name, values in changes.items():
+        is_overlay = isinstance(values, dict) and "reader" not in values
+        raw[name] = {**raw.get(name, {}), **values} if is_overlay else values  # type: ignore[dict-item]
+    return make_job(raw)
+
+
+@pytest.fixture(scope="module")
+def ray(tmp_path_factory) -> RayGroup:
+    with ray_group(WORKERS, tmp_path_factory.mktemp("ray")) as group:
+        yield group
+
+
+def quiet(*_: object) -> None:
+    return None
+
+
+def test_two_ray_workers_over_grpc_equal_one_process_in_every_arm(ray, tmp_path, monkeypatch):
+    """sync: N workers x B = 1 worker x N B, whatever lies between trainer and rows; arms begin empty.
+
+    Also what run_job says and leaves behind.
+    """
+    monkeypatch.setattr(train_job, "ray_group", lambda workers, storage: nullcontext(ray))
+    shown: list[Progress] = []
+    said: list[str] = []
+    arms = {"full": {"embedding": {"policy": "off"}}, "idle": {}}
+    remote = run_job(job_of(tmp_path, arms=arms), shown.append, said.append)
+    alone = job_of(tmp_path, servers={"store": "inproc"}, trainer={"workers": 1}, arms=arms)
+    for arm, job in alone.arm_jobs().items():
+        local = run_inproc(job, arm, tmp_path / "local", quiet)
+        assert remote[arm].test_logloss == pytest.approx(local.test_logloss, rel=1e-5)
+        assert remote[arm].test_auc == pytest.approx(local.test_auc, abs=1e-5)
+        for field in ("rows_hot", "rows_frozen", "rows_probation"):
+            assert getattr(remote[arm], field) == getattr(local, field)
+        # a row that both workers name is pulled and pushed by both
+        assert local.rows_pushed < remote[arm].rows_pushed <= WORKERS * local.rows_pushed
+    assert remote["full"].rows_frozen == 0
+    assert remote["idle"].rows_frozen > 0
+    assert [(p.arm, p.step, p.total_steps) for p in shown if p.step == p.total_steps] == [
+        ("full", 30, 30),
+        ("idle", 30, 30),
+    ]
+    assert said == [
+        "starting Ray",
+        "full: trains with 2 Ray workers and 2 new shards",
+        "idle: trains with 2 Ray workers and 2 new shards",
+    ]
+    folder = tmp_path / "tiny"
+    document = json.loads((folder / "summary.json").read_text())
+    assert document == {arm: asdict(summary) for arm, summary in remote.items()}
+    assert json.loads((folder / "job.json").read_text())["trainer"]["batch_size"] == 100
+    for arm in arms:
+        assert {p.name for p in (folder / arm).iterdir()} >= {"shard-0.log", "shard-1.log"}
+        assert list((folder / arm).glob("events.out.tfevents.*"))
+
+
+def test_a_worker_that_raises_fails_the_job_with_its_reason(ray, tmp_path):
+    path = tmp_path / "broken.tsv"
+    good = "1\t" + "\t".join(["3"] * 13 + ["0a1b2c3d"] * 26)
+    path.write_text("\n".join([good] * 150 + ["1\tnot a sample"]) + "\n")
+    job = job_of(tmp_path, data={"reader": "criteo_tsv", "train": [str(path)]})
+    with pytest.raises(JobFailed, match=r"arm 'main': worker \d failed: InvalidInput: .*broken.tsv.*151"):
+        run_arm(job, "main", tmp_path / "run", ray, quiet, quiet)
+
+
+def test_a_worker_that_is_killed_fails_the_job(ray, tmp_path):
+    job = job_of(tmp_path, trainer={"data_passes": 10_000})
+
+    def kill_a_worker(progress: Progress) -> None:
+        for process in psutil.Process().children(recursive=True):
+            if "ray::" in process.name() and "TrainWorker" in " ".join(process.cmdline()):
+                process.kill()
+                return
+
+    with pytest.raises(JobFailed, match=r"arm 'main': (a worker|worker \d) died.*logs"):
+        run_arm(job, "main", tmp_path / "run", ray, kill_a_worker, quiet)
+
+
+def test_a_shard_that_is_killed_fails_the_job_and_is_named(ray, tmp_path, monkeypatch):
+    started = []
+    start = train_job.start_shards
+
+    def start_and_note(*args, **kwargs):
+        started.append(start(*args, **kwargs))
+        return started[-1]
+
+    monkeypatch.setattr(train_job, "start_shards", start_and_note)
+    job = job_of(tmp_path, trainer={"data_passes": 10_000})
+
+    def kill_shard_1(progress: Progress) -> None:
+        os.kill(started[0].processes[1].pid, signal.SIGKILL)
+
+    with pytest.raises(JobFailed, match=r"arm 'main': shard 1 \(process \d+\) ended with status -9"):
+        run_arm(job, "main", tmp_path / "run", ray, kill_shard_1, quiet)
+    assert all(process.poll() is not None for process in started[0].processes)
+
+
+def test_external_shards_serve_one_arm_only(tmp_path):
+    job = job_of(
+        tmp_path,
+        servers={"launch": "external", "addresses": ["127.0.0.1:1"]},
+        arms={"full": {"embedding": {"policy": "off"}}, "idle": {}},
+    )
+    with pytest.raises(InvalidInput, match="each arm needs fresh shards"):
+        check_arms(job.arm_jobs())
+
+
+def test_arms_share_one_number_of_workers(tmp_path):
+    job = job_of(tmp_path, arms={"one": {"trainer": {"workers": 1}}, "two": {}})
+    with pytest.raises(InvalidInput, match=r"trainer\.workers differs"):
+        check_arms(job.arm_jobs())
+
+
+def test_a_cluster_and_local_shards_do_not_go_together(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    with pytest.raises(InvalidInput, match="RAY_ADDRESS"):
+        check_arms(job_of(tmp_path).arm_jobs())
