@@ -152,13 +152,17 @@ def test_a_new_epoch_frees_waiting_calls(connect: Callable) -> None:
     assert error.value.code() == grpc.StatusCode.ABORTED
 
 
-def test_calls_beyond_the_limit_are_pushed_back(connect: Callable) -> None:
+def test_calls_beyond_the_limit_are_pushed_back(serve: Serve, connect: Callable) -> None:
     channel, stub = connect(limits=Limits(max_calls=8, retry_after_ms=40))
     begin(stub, 2, 1)
     worker = Worker(channel, 0, 1)
     worker.pull(1).result()
     waiting = [worker.push(1) for _ in range(8)]
-    time.sleep(0.3)
+    admission = serve.servers[0]._state.admission  # type: ignore[attr-defined]
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while admission._calls < 8:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
     refused = worker.push(1)
     with pytest.raises(grpc.RpcError) as error:
         refused.result()
