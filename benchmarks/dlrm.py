@@ -46,7 +46,7 @@ def table_configs(dim: int, rows_per_table: int) -> list[EmbeddingBagConfig]:
 
 
 def make_samples(config: dict[str, Any], seed: int = 0, share: tuple[int, int] = (0, 1)) -> list[Samples]:
-    """`num_batches` batches of rank share[0] of share[1]; IDs by a bounded Zipf law, so that heads repeat as in Criteo."""
+    """`num_batches` batches of rank share[0] of share[1]; IDs by a bounded Zipf law: heads repeat as in Criteo."""
     rng = np.random.default_rng(seed)
     weights = np.arange(1, config["rows_per_table"] + 1, dtype=np.float64) ** -config["zipf_exponent"]
     cumulative = np.cumsum(weights / weights.sum())
@@ -94,7 +94,7 @@ def train_step(
 
 
 class FixedCollection(torch.nn.Module):
-    """Stands in for the embeddings in `dense_alone`: gives the same pooled values at no cost, and takes their gradient."""
+    """Stands in for the embeddings in `dense_alone`: gives the same pooled values for free, takes their gradient."""
 
     def __init__(self, batch_size: int, dim: int) -> None:
         super().__init__()
@@ -112,7 +112,8 @@ class FixedCollection(torch.nn.Module):
         return torch.device("cpu")
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        values = self.pooled.detach().requires_grad_()
+        pooled: Any = self.pooled
+        values = pooled.detach().requires_grad_()
         return KeyedTensor(FEATURES, [c.embedding_dim for c in self._configs], values)
 
 

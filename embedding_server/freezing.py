@@ -67,7 +67,7 @@ def freeze(table: Table, entries: Entries) -> tuple[int, int]:
 
 
 def thaw(table: Table, addresses: np.ndarray, locations: np.ndarray, row_ids: np.ndarray, step: int) -> int:
-    """Makes frozen rows hot again, their entry addresses distinct. Returns how many; fewer if memory is at its limit."""
+    """Makes frozen rows hot again, their entry addresses distinct. Returns how many; fewer at the memory limit."""
     slots = table.take_slots(addresses.shape[0], step)
     n = slots.shape[0]
     addresses, locations, row_ids = addresses[:n], locations[:n], row_ids[:n]

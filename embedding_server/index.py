@@ -205,7 +205,7 @@ def count_bins(heat, counted, out_counts):
 
 
 class Entries:
-    """A run of index entries in bucket order: row_ids int64[n], addresses int64[n], locations uint32[n], heat uint16[n]."""
+    """Index entries in bucket order: row_ids int64[n], addresses int64[n], locations uint32[n], heat uint16[n]."""
 
     __slots__ = ("addresses", "heat", "locations", "row_ids")
 

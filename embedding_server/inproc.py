@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class InprocStore(EmbeddingStore):
-    """One shard that owns all buckets. One lock lets one thread in at a time; waiting for other workers happens outside it."""
+    """One shard that owns all buckets. One lock lets one thread in at a time; waiting for workers is outside it."""
 
     def __init__(
         self,
@@ -126,8 +126,8 @@ class InprocStore(EmbeddingStore):
         except FutureTimeout:
             future.cancel()
             raise StoreUnavailable(
-                f"{what}: the other workers did not reach this step within {self._timeout_s} s; every worker must pull and"
-                " push every step"
+                f"{what}: the other workers did not reach this step within {self._timeout_s} s; every worker must pull"
+                " and push every step"
             ) from None
 
     def _count_pull(self, ids: Mapping[str, RoutedIds], rows: Mapping[str, Rows]) -> None:

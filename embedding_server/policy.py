@@ -1,4 +1,4 @@
-"""Policies as pure decisions over arrays: which rows freeze, which thaw, where the frostline lies. Nothing here moves a row.
+"""Policies as pure decisions over arrays: which rows freeze or thaw, where the frostline lies. Nothing moves here.
 
     off    nothing freezes
     idle   a hot row without a visit in idle_steps freezes; any training visit thaws it (table.py, at the Pull)

@@ -1,4 +1,4 @@
-"""Re-selection: the pass over all rows that freezes the idle (policy idle) or splits rows at the frostline (policy topk).
+"""Re-selection: the pass that freezes idle rows (policy idle) or splits rows at the frostline (policy topk).
 
 It runs in bounded slices, bucket by bucket, so that a shard stays responsive; the caller repeats until it is done. The
 segment that a pass fills is sorted by bucket because the pass is.

@@ -309,8 +309,8 @@ class Shard:
             push.size_bytes += sum(g.row_ids.nbytes + g.values.nbytes for g in gradients.values())
         if push.size_bytes > MAX_STAGED_BYTES:
             raise InvalidInput(
-                f"job {job.steps.job!r}, worker {worker}: the push of step {step} holds {push.size_bytes} bytes, more than"
-                f" {MAX_STAGED_BYTES}; use a smaller batch"
+                f"job {job.steps.job!r}, worker {worker}: the push of step {step} holds {push.size_bytes} bytes,"
+                f" more than {MAX_STAGED_BYTES}; use a smaller batch"
             )
         push.parts[part] = gradients
         return push
@@ -420,7 +420,7 @@ class Shard:
             self._reselection = None
         return moves, done
 
-    # Look-up, statistics, background ------------------------------------------------------------------------------------
+    # Look-up, statistics, background ----------------------------------------------------------------------------------
 
     def lookup(self, ids: Mapping[str, np.ndarray], wire_dtype: WireDtype) -> dict[str, Rows]:
         _check_wire_dtype(wire_dtype)
@@ -448,7 +448,7 @@ class Shard:
         if self._temporary:
             shutil.rmtree(self.data_dir, ignore_errors=True)
 
-    # Checks -------------------------------------------------------------------------------------------------------------
+    # Checks -----------------------------------------------------------------------------------------------------------
 
     def _job(self, who: Identity) -> _Job:
         job = self._jobs.get(who.job)
@@ -468,18 +468,20 @@ class Shard:
         self._table(name)
         if row_ids.ndim != 1 or row_ids.dtype != np.int64:
             raise InvalidInput(
-                f"table {name!r}: row_ids has dtype {row_ids.dtype} and shape {list(row_ids.shape)}; it must be int64[n]"
+                f"table {name!r}: row_ids has dtype {row_ids.dtype} and shape {list(row_ids.shape)};"
+                " it must be int64[n]"
             )
         if row_ids.shape[0] > MAX_ROWS_PER_CALL:
             raise InvalidInput(
-                f"table {name!r}: {row_ids.shape[0]} row_ids in one call, more than {MAX_ROWS_PER_CALL}; use a smaller batch"
+                f"table {name!r}: {row_ids.shape[0]} row_ids in one call, more than {MAX_ROWS_PER_CALL};"
+                " use a smaller batch"
             )
         if not self._owns_all:
             foreign = first_foreign(row_ids, self.buckets)
             if foreign >= 0:
                 raise InvalidInput(
-                    f"table {name!r}: row_id {int(row_ids[foreign])} (position {foreign}) is in a bucket of another shard;"
-                    " route by shard_of_bucket, and fetch it again if the shards changed"
+                    f"table {name!r}: row_id {int(row_ids[foreign])} (position {foreign}) is in a bucket of another"
+                    " shard; route by shard_of_bucket, and fetch it again if the shards changed"
                 )
 
     def _check_gradients(

@@ -3,13 +3,13 @@
 Pure bookkeeping, no rows: shard.py asks and then acts. One JobSteps per job, thrown away never, renewed by each epoch.
 
 Rules (seq = step, steps count from 1):
-- A worker's Push of step s is applied iff s == applied[worker] + 1; s <= applied[worker] is a repeat (acknowledged again,
-  not applied); anything later is a StepGap.
+- A worker's Push of step s is applied iff s == applied[worker] + 1; s <= applied[worker] is a repeat (acknowledged
+  again, not applied); anything later is a StepGap.
 - A worker's Pull of step s is new iff s == pulled[worker] + 1; earlier is a repeat (read again, no effect).
 - sync: Pull s waits until every push of s-1 is applied. pipelined: it waits until every worker has pulled s-1 and every
   push of s-2 is applied, so staleness is one step and a visit is counted once whatever the number of workers.
-- A new epoch drops what was staged and not applied, and keeps `applied`: a push that was applied before the workers died
-  is a repeat when they send it again.
+- A new epoch drops what was staged and not applied, and keeps `applied`: a push that was applied before the workers
+  died is a repeat when they send it again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class JobSteps:
         """FencedEpoch unless epoch rises; NotReady if the number of workers changes between two steps."""
         if epoch <= self.epoch:
             raise FencedEpoch(
-                f"job {self.job!r}: epoch {epoch} must be above the current epoch {self.epoch}; begin epoch {self.epoch + 1}",
+                f"job {self.job!r}: epoch {epoch} must be above the current epoch {self.epoch};"
+                f" begin epoch {self.epoch + 1}",
                 self.epoch,
             )
         if not 1 <= num_workers <= MAX_WORKERS:
@@ -53,7 +54,8 @@ class JobSteps:
             if self.applied and max(self.applied) != self.last_step:
                 raise NotReady(
                     f"job {self.job!r}: num_workers cannot change from {self.num_workers} to {num_workers} while step"
-                    f" {max(self.applied)} is applied for some workers only; finish the step with {self.num_workers} workers"
+                    f" {max(self.applied)} is applied for some workers only;"
+                    f" finish the step with {self.num_workers} workers"
                 )
             self.applied = [self.last_step] * num_workers
         self.epoch, self.num_workers, self.mode = epoch, num_workers, mode
@@ -64,8 +66,8 @@ class JobSteps:
         """FencedEpoch or InvalidInput unless `who` is a worker of the running epoch."""
         if who.epoch != self.epoch:
             raise FencedEpoch(
-                f"job {self.job!r}: epoch {who.epoch} is not the current epoch {self.epoch}: another worker group has taken"
-                " over; stop this worker, or begin a new epoch",
+                f"job {self.job!r}: epoch {who.epoch} is not the current epoch {self.epoch}: another worker group has"
+                " taken over; stop this worker, or begin a new epoch",
                 self.epoch,
             )
         if not 0 <= who.worker < self.num_workers:
@@ -118,6 +120,6 @@ class JobSteps:
         """NotReady unless `step` is applied for all workers and none has pulled the next."""
         if min(self.applied) != step or max(self.applied) != step or max(self.pulled) > step or self._pull_parts:
             raise NotReady(
-                f"job {self.job!r}: Advance at step {step} needs that step applied for all workers and none beyond it pulled;"
-                f" applied: {self.applied[:8]}, pulled: {self.pulled[:8]}. Drain pushes and prefetches first"
+                f"job {self.job!r}: Advance at step {step} needs that step applied for all workers and none beyond it"
+                f" pulled; applied: {self.applied[:8]}, pulled: {self.pulled[:8]}. Drain pushes and prefetches first"
             )

@@ -6,8 +6,8 @@ Implementations: InprocStore (embedding_server/inproc.py: shards in this process
 Shapes: n row_ids of one table in one call, D the table's dim, S shards, W wire bytes of a value (4 or 2).
 
 Routing. A caller hands over row_ids that are unique within a table and grouped by shard: `shard_offsets[s]` to
-`shard_offsets[s+1]` belong to shard s. trainer/ and tests get that from `embedding_server.kernels.routing.dedup_route`; replies keep the
-order, so nobody permutes rows.
+`shard_offsets[s+1]` belong to shard s. trainer/ and tests get that from kernels/routing.py; replies keep the order, so
+nobody permutes rows.
 
 Steps count from 1. What is not an error: an unknown row_id (it is a new row), an empty table entry, a table left out.
 """
@@ -209,8 +209,8 @@ class EmbeddingStore(ABC):
     def pull(self, who: Identity, step: int, ids: Mapping[str, RoutedIds]) -> dict[str, Rows]:
         """Training read of `step`: visits, admits, thaws. A repeat of the same step reads again and has no effect.
 
-        Every worker pulls every step once from every shard, with no ids if need be. sync: waits until step-1 is applied.
-        pipelined: waits until every worker has pulled step-1.
+        Every worker pulls every step once from every shard, with no ids if need be. sync: waits until step-1 is
+        applied. pipelined: waits until every worker has pulled step-1.
         """
 
     @abstractmethod

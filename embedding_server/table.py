@@ -180,14 +180,15 @@ class Table:
         name, dim = self.spec.name, self.spec.dim
         if values.ndim != 2 or values.shape != (row_ids.shape[0], dim):
             raise InvalidInput(
-                f"table {name!r}: gradients of shape {list(values.shape)} do not fit {row_ids.shape[0]} row_ids of dim {dim};"
-                f" send one row of {dim} values per row_id"
+                f"table {name!r}: gradients of shape {list(values.shape)} do not fit {row_ids.shape[0]} row_ids of"
+                f" dim {dim}; send one row of {dim} values per row_id"
             )
         bad = all_finite(wire_view(values), MODES[wire_dtype])
         if bad >= 0:
             raise InvalidInput(
-                f"table {name!r}: the gradient of row_id {int(row_ids[bad // dim])} (position {bad // dim}, column {bad % dim})"
-                " is not finite; nothing of this push was applied. Check the loss, lower the learning rate or clip"
+                f"table {name!r}: the gradient of row_id {int(row_ids[bad // dim])} (position {bad // dim}, column"
+                f" {bad % dim}) is not finite; nothing of this push was applied. Check the loss,"
+                " lower the learning rate or clip"
             )
         if default_gradient is None:
             return
@@ -210,7 +211,7 @@ class Table:
         learning_rate: float,
         step: int,
     ) -> tuple[int, int]:
-        """One optimizer step for the rows that are hot. Returns (applied, ignored); a repeated row_id is summed first."""
+        """One optimizer step for the hot rows. Returns (applied, ignored); a repeated row_id is summed first."""
         slots = self._slots_of_pull(row_ids)
         ignored = 0
         if slots is None:
@@ -306,7 +307,7 @@ class Table:
     def _first_cold_visits(
         self, row_ids: np.ndarray, entries: np.ndarray, locations: np.ndarray, step: int, any_cold: bool
     ) -> np.ndarray:
-        """bool[n]: no earlier Pull of this step named the row. Only rows without a last_step need the list kept here."""
+        """bool[n]: no earlier Pull of this step named the row. Only rows without a last_step need the list."""
         first = np.ones(row_ids.shape[0], np.bool_)
         if any_cold:
             if step != self._cold_step:
@@ -333,8 +334,8 @@ class Table:
     def _note_limit(self, missing_slots: int) -> None:
         if missing_slots and not self._is_at_limit:
             self.on_event(
-                f"table {self.spec.name!r}: the shard is at memory_limit_bytes={self._budget.limit_bytes} and nothing can freeze;"
-                " new IDs read the default row. Raise the limit, add shards, or set a policy that freezes"
+                f"table {self.spec.name!r}: the shard is at memory_limit_bytes={self._budget.limit_bytes} and nothing"
+                " can freeze; new IDs read the default row. Raise the limit, add shards, or set a policy that freezes"
             )
         self._is_at_limit = missing_slots > 0
 

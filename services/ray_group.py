@@ -107,8 +107,9 @@ class RayGroup:
 
         from services.worker import train_on_ray
 
+        worker: Callable[..., Any] = train_on_ray
         return TorchTrainer(
-            train_on_ray,
+            worker,
             train_loop_config=config,
             torch_config=TorchConfig(backend="gloo"),
             scaling_config=ScalingConfig(num_workers=self._workers, resources_per_worker={"CPU": 1}),

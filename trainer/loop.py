@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -134,7 +135,7 @@ def score(run: Run, split: Split) -> Metrics | None:
     run.group.barrier()
     reader = open_reader(run.job, split, run.group.rank, run.group.size)
     # look-ups and nothing else: DDP's forward would wait for gradients to average
-    model = run.model.module if run.group.size > 1 else run.model
+    model: Any = run.model.module if run.group.size > 1 else run.model
     return evaluate(model, reader, run.precision, run.group)
 
 

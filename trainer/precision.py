@@ -29,6 +29,6 @@ class Precision:
         return nullcontext()
 
 
-def use_precision(name: str) -> Precision:
+def use_precision(name: Literal["float32", "medium", "bfloat16"]) -> Precision:
     torch.set_float32_matmul_precision("medium" if name == "medium" else "highest")
     return Precision(name)

@@ -19,7 +19,6 @@ numba's cache knows the time stamp of this file only: after a change to wire.py 
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 

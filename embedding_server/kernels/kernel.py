@@ -26,20 +26,20 @@ def view(dtype: types.Type, ndim: int = 1) -> types.Type:
 
 
 @intrinsic
-def pointer(typingctx, address):  # type: ignore[no-untyped-def]
+def pointer(typingctx, address):
     """int64 address -> void pointer, for carray."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
 
     return types.voidptr(types.int64), codegen
 
 
 @intrinsic
-def prefetch(typingctx, address):  # type: ignore[no-untyped-def]
+def prefetch(typingctx, address):
     """Asks for the cache line at an int64 address (LLVM llvm.prefetch: read, keep in every level)."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         address = ir.IntType(8).as_pointer()
         i32 = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [address, i32, i32, i32])

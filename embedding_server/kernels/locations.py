@@ -13,7 +13,7 @@ of base addresses, one entry a segment slot. An address is the int64 value of a 
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit, types
+from numba import carray, njit
 
 from embedding_server.kernels.hashing import bucket_of, hash_row_id
 from embedding_server.kernels.kernel import pointer

@@ -1,4 +1,4 @@
-"""Wire dtypes inside numba kernels: load and store of float32, float16 and bfloat16 values as LLVM code that vectorises.
+"""Wire dtypes inside numba kernels: load and store of float32, float16 and bfloat16 values as vectorising LLVM code.
 
 numba has no float16 arithmetic on CPUs and no bfloat16 at all, so both travel as uint16 arrays and are converted with
 two intrinsics each. bfloat16 rounds to nearest even, keeps NaN; float16 uses the CPU's own conversion (vcvtps2ph),

@@ -21,7 +21,7 @@ def test_equals_a_dictionary(batches: list[list[int]]) -> None:
     index, model = Index(4), {}
     for batch in batches:
         ids = np.array(batch, np.int64)
-        entries, locations, missing, _ = index.locate(ids)
+        _, locations, missing, _ = index.locate(ids)
         assert missing == sum(i not in model for i in batch)
         fresh = np.array(sorted({i for i in batch if i not in model}), np.int64)
         _insert(index, fresh, len(model))

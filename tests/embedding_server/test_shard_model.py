@@ -1,20 +1,20 @@
 """A random history of pulls, pushes, repeats, fences and re-selections against a dictionary model, bit for bit.
 
-SGD with lr 1, zero initial values, small-integer gradients and 32-bit freezing make float32 sums exact and free of order,
-so the table must equal the dictionary exactly. A second test freezes to 8 bits and lets the model apply FBGEMM's own
-quantise and dequantise.
+SGD with lr 1, zero initial values, small-integer gradients and 32-bit freezing make float32 sums exact and free of
+order, so the table must equal the dictionary exactly. A second test freezes to 8 bits and lets the model apply
+FBGEMM's own quantise and dequantise.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import fbgemm_gpu  # noqa: F401  registers the torch operators
 import numpy as np
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import fbgemm_gpu  # noqa: F401  registers the torch operators
 from embedding_server import heat
 from embedding_server.policy import compute_frostline, is_above, rank_bins
 from embedding_server.shard import Shard, ShardGradients

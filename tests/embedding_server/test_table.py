@@ -177,7 +177,11 @@ GOOD = np.ones((2, 4), np.float32)
 @pytest.mark.parametrize(
     ("push", "error", "words"),
     [
-        (ShardGradients(IDS, np.array([[1, 1, 1, 1], [1, np.nan, 1, 1]], np.float32), 1.0), InvalidInput, ["'t'", "row_id 2", "position 1", "column 1"]),
+        (
+            ShardGradients(IDS, np.array([[1, 1, 1, 1], [1, np.nan, 1, 1]], np.float32), 1.0),
+            InvalidInput,
+            ["'t'", "row_id 2", "position 1", "column 1"],
+        ),
         (ShardGradients(IDS, np.full((2, 4), np.inf, np.float32), 1.0), InvalidInput, ["'t'", "position 0"]),
         (ShardGradients(IDS, np.ones((2, 8), np.float32), 1.0), InvalidInput, ["'t'", "dim 4"]),
         (ShardGradients(IDS, np.ones((1, 4), np.float32), 1.0), InvalidInput, ["'t'", "2 row_ids"]),
