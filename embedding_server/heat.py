@@ -50,6 +50,12 @@ def now_code(step: int, half_life_steps: float) -> float:
     return _ORIGIN + step / half_life_steps * CODES_PER_OCTAVE - CODES_PER_REBASE * num_rebases(step, half_life_steps)
 
 
+def now_codes(step: int, half_lives: np.ndarray) -> np.ndarray:
+    """now_code for many half-lives at once: float64[n] -> float64[n]."""
+    codes = step / half_lives * CODES_PER_OCTAVE
+    return _ORIGIN + codes - CODES_PER_REBASE * np.floor(codes / CODES_PER_REBASE)
+
+
 @njit(inline="always")
 def bump(code, now, row_id, step, log_table):
     """Code after one more visit. `now` is now_code(step)."""

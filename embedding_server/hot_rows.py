@@ -97,6 +97,7 @@ class ReservedHotRows(HotRows):
         super().__init__(dim, optimizer, max_rows)
         self._weights = ReservedArray(max_rows, dim, np.float32)
         self._state = ReservedArray(max_rows, self.num_state_columns, np.float32)
+        self.weights_address = int(self._weights.array.ctypes.data)  # float32[max_rows, D], for kernels of many tables
 
     def read(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self._weights.array[slots], self._state.array[slots]

@@ -67,7 +67,7 @@ def _home(h, capacity):
 
 
 @njit(inline="always")
-def _ask_for(addresses, capacities, row_id, num_buckets):
+def ask_for(addresses, capacities, row_id, num_buckets):
     """Asks for the cache lines that a probe for row_id reads first; three quarters of a probe is waiting for them."""
     h = hash_row_id(row_id)
     b = bucket_of(h, num_buckets)
@@ -78,7 +78,7 @@ def _ask_for(addresses, capacities, row_id, num_buckets):
 
 
 @njit(inline="always")
-def _probe(address, capacity, h, row_id):
+def probe(address, capacity, h, row_id):
     """(position, found): where row_id is, or the empty position where it belongs. capacity > 0 and not full."""
     entries = entries_at(address, capacity)
     tags = _tags_at(address, capacity)
@@ -100,12 +100,12 @@ def _locate(addresses, capacities, row_ids, out_entries, out_locations):
     num_buckets = np.uint64(addresses.shape[0])
     for i in range(row_ids.shape[0]):
         if i + _AHEAD < row_ids.shape[0]:
-            _ask_for(addresses, capacities, row_ids[i + _AHEAD], num_buckets)
+            ask_for(addresses, capacities, row_ids[i + _AHEAD], num_buckets)
         h = hash_row_id(row_ids[i])
         b = bucket_of(h, num_buckets)
         found = False
         if capacities[b] > 0:
-            position, found = _probe(addresses[b], capacities[b], h, row_ids[i])
+            position, found = probe(addresses[b], capacities[b], h, row_ids[i])
             if found:
                 location = entries_at(addresses[b], capacities[b])[position].location
                 out_entries[i] = addresses[b] + ENTRY_BYTES * position
@@ -127,7 +127,7 @@ def _insert(addresses, capacities, counts, row_ids, locations, out_entries, out_
     for i in range(row_ids.shape[0]):
         h = hash_row_id(row_ids[i])
         b = bucket_of(h, num_buckets)
-        position, found = _probe(addresses[b], capacities[b], h, row_ids[i])
+        position, found = probe(addresses[b], capacities[b], h, row_ids[i])
         entries = entries_at(addresses[b], capacities[b])
         if not found:
             entries[position].row_id = row_ids[i]
@@ -150,7 +150,7 @@ def _rehash(old_address, old_capacity, new_address, new_capacity):
     for i in range(old_capacity):
         if old_tags[i] != 0:
             h = hash_row_id(old[i].row_id)
-            position, _ = _probe(new_address, new_capacity, h, old[i].row_id)
+            position, _ = probe(new_address, new_capacity, h, old[i].row_id)
             new[position].row_id = old[i].row_id
             new[position].location = old[i].location
             new[position].heat = old[i].heat
@@ -244,6 +244,10 @@ class Index:
     def size_bytes(self) -> int:
         """Bytes of all entries, heat and tags included."""
         return self.num_slots * BYTES_PER_SLOT
+
+    def directory_addresses(self) -> tuple[int, int]:
+        """Addresses of the bucket addresses and of the capacities, int64[num_buckets] each; they never move."""
+        return self._addresses.ctypes.data, self._capacities.ctypes.data
 
     def locate(self, row_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, int, int]:
         """int64[n] -> entry addresses int64[n] (0: absent), locations uint32[n], number absent, number frozen."""

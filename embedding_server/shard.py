@@ -28,6 +28,7 @@ import numpy as np
 
 from embedding_server.errors import FrostlineError, InvalidInput, NotReady, TableConflict, UnknownTable
 from embedding_server.heap import release_free_heap
+from embedding_server.hot_path import HotPath
 from embedding_server.kernels import choose_backend
 from embedding_server.kernels.visits import first_foreign
 from embedding_server.reselection import Reselection, heat_histogram
@@ -104,9 +105,11 @@ class Shard:
         memory_limit_bytes: int = 8 << 30,
         backend: str = "auto",
         writer: Executor | None = None,
+        threads: int = 1,
     ) -> None:
         """buckets bool[NUM_BUCKETS] (None: all). data_dir None: a temporary folder, removed by `close`.
 
+        threads: share the tables of a Pull between them.
         writer: a one-thread executor that writes segment files beside the caller; None: `maintain` writes them itself.
         """
         if memory_limit_bytes < 1 << 20:
@@ -122,6 +125,7 @@ class Shard:
         self.data_dir.mkdir(parents=True, exist_ok=True)
         self._budget = MemoryBudget(memory_limit_bytes)
         self._tables: dict[str, Table] = {}
+        self._rows = HotPath(threads)
         self._jobs: dict[str, _Job] = {}
         self._events: deque[str] = deque(maxlen=MAX_EVENTS)
         self._reselection: Reselection | None = None
@@ -143,7 +147,7 @@ class Shard:
                     " use the same spec or another name"
                 )
         for spec in fresh.values():
-            self._tables[spec.name] = Table(
+            table = self._tables[spec.name] = Table(
                 spec,
                 backend=self._backend,
                 data_dir=self.data_dir,
@@ -152,6 +156,7 @@ class Shard:
                 on_event=self._events.append,
                 writer=self._writer,
             )
+            self._rows.add(table)
 
     def table_specs(self) -> dict[str, TableSpec]:
         return {name: table.spec for name, table in self._tables.items()}
@@ -223,14 +228,14 @@ class Shard:
             self._check_ids(name, row_ids)
         future: Future[dict[str, Rows]] = Future()
         if job.steps.is_repeated_pull(who.worker, step, part):
-            future.set_result({name: self._tables[name].reread(row_ids, wire_dtype) for name, row_ids in ids.items()})
+            future.set_result(self._rows.read(ids, wire_dtype, always_default=True))
             return future
 
         def run() -> None:
             if job.steps.is_repeated_pull(who.worker, step, part):  # a retry of it ran while this one waited
-                rows = {name: self._tables[name].reread(row_ids, wire_dtype) for name, row_ids in ids.items()}
+                rows = self._rows.read(ids, wire_dtype, always_default=True)
             else:
-                rows = {name: self._tables[name].pull(row_ids, step, wire_dtype) for name, row_ids in ids.items()}
+                rows = self._rows.pull(ids, step, wire_dtype)
                 job.steps.note_pull(who.worker, step, part, num_parts)
             future.set_result(rows)
 
@@ -426,7 +431,7 @@ class Shard:
         _check_wire_dtype(wire_dtype)
         for name, row_ids in ids.items():
             self._check_ids(name, row_ids)
-        return {name: self._tables[name].lookup(row_ids, wire_dtype) for name, row_ids in ids.items()}
+        return self._rows.read(ids, wire_dtype, always_default=False)
 
     def stats(self) -> StoreStats:
         return StoreStats({name: table.stats() for name, table in self._tables.items()}, list(self._events))
@@ -445,6 +450,7 @@ class Shard:
         for table in self._tables.values():
             table.close()
         self._tables.clear()
+        self._rows.close()
         if self._temporary:
             shutil.rmtree(self.data_dir, ignore_errors=True)
 

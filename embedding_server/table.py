@@ -25,11 +25,11 @@ from embedding_server import heat
 from embedding_server.admission import VisitCounts
 from embedding_server.errors import InvalidInput
 from embedding_server.freezing import freeze_coldest, frozen_row_bytes, thaw
-from embedding_server.hot_rows import CpuHotRows
+from embedding_server.hot_rows import CpuHotRows, ReservedHotRows
 from embedding_server.index import BYTES_PER_SLOT, FROZEN_BIT, HEAT_BYTES, INITIAL, Index
-from embedding_server.kernels import Backend
+from embedding_server.kernels import Backend, tables
 from embedding_server.kernels.cpu import all_finite, gather_frozen, initial_values
-from embedding_server.kernels.visits import add_by_inverse, has_duplicates, hot_slots, split_by_state, visit_rows
+from embedding_server.kernels.visits import add_by_inverse, has_duplicates, hot_slots
 from embedding_server.kernels.wire import MODES, from_float32, wire_view
 from embedding_server.optimizers import initial_state, num_state_columns, table_seed
 from embedding_server.policy import is_above, rank_bins
@@ -38,7 +38,7 @@ from embedding_server.segment_builder import MAX_SEGMENT_BYTES
 from embedding_server.segments import SegmentSet
 from embedding_server.slots import MemoryBudget, Slots
 from embedding_server.spec import TableSpec
-from embedding_server.store import WIRE_NUMPY, Frostline, Rows, TableStats, WireDtype
+from embedding_server.store import DEFAULT, FOUND, TRAINABLE, Frostline, TableStats, WireDtype
 
 _STEP_BYTES, _VISIT_BYTES = 4, 1  # last_step and visits of a hot row
 _COMPACT_ABOVE = 0.125  # share of free slots from which the tail of the hot rows is given back
@@ -99,77 +99,79 @@ class Table:
         self._seed = table_seed(spec)
         self._record_memory()
 
-    # Pull and look-up ---------------------------------------------------------------------------------------------
+    # Pull and look-up: what hot_path.py asks of a table --------------------------------------------------------------
 
-    def pull(self, row_ids: np.ndarray, step: int, wire_dtype: WireDtype) -> Rows:
-        """Training read: counts the visit, admits new rows, thaws (policy idle). int64[n] -> Rows in that order."""
+    def directory_row(self) -> np.ndarray:
+        """int64[COLUMNS] of kernels/tables.py. These arrays never move while the table lives."""
+        row = np.zeros(tables.COLUMNS, np.int64)
+        row[tables.BUCKETS], row[tables.CAPACITIES] = self.index.directory_addresses()
+        row[tables.LAST_STEP] = self.last_step.array.ctypes.data
+        row[tables.VISITS] = self.visits.array.ctypes.data
+        if isinstance(self.hot, ReservedHotRows):
+            row[tables.WEIGHTS] = self.hot.weights_address
+        row[tables.DIM] = self.spec.dim
+        row[tables.HAS_HEAT] = self.spec.policy.kind != "off"  # nothing reads it there
+        return row
+
+    def visit_cold(self, row_ids: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """A training visit of rows that are not hot: counts it, thaws (policy idle), admits.
+
+        int64[n] -> entry addresses and locations as they are afterwards.
+        """
         if has_duplicates(row_ids):
             unique, inverse = np.unique(row_ids, return_inverse=True)
-            rows = self.pull(unique, step, wire_dtype)
-            return Rows(rows.values[inverse], rows.flags[inverse])
+            entries, locations = self.visit_cold(unique, step)
+            return entries[inverse], locations[inverse]
         entries, locations, missing, frozen = self.index.locate(row_ids)
-        self.move_origin_of_heat(step)
-        cold = self._first_cold_visits(row_ids, entries, locations, step, missing + frozen > 0)
-        counted = np.empty(row_ids.shape[0], np.bool_)
-        visit_rows(
-            entries, locations, self.last_step.array.reshape(-1), self.visits.array.reshape(-1), step, cold, counted
-        )
-        self._bump_heat(entries, counted, step)
-        thaws = frozen > 0 and self.spec.policy.kind == "idle"
-        if thaws:
-            self._thaw_visited(row_ids, entries, locations, step)
+        first = self._first_cold_visits(row_ids, step)
+        if frozen:
+            self._bump_heat(entries, first, step)
+            if self.spec.policy.kind == "idle":
+                self._thaw_visited(row_ids, entries, locations, step)
         if missing:
-            self._admit(row_ids[entries == 0], cold[entries == 0], step)
-        if thaws or missing:
-            self._record_memory()
-            entries, locations, missing, frozen = self.index.locate(row_ids)
-        self.rows_default_reads += missing
-        if not missing and not frozen:
-            self._pulled.append((row_ids, locations.view(np.int32), self.generation))
-        return self._read(row_ids, entries, locations, wire_dtype, reads_default=True)
-
-    def reread(self, row_ids: np.ndarray, wire_dtype: WireDtype) -> Rows:
-        """What `pull` returned, for a repeated Pull: no effect on anything."""
+            self._admit(row_ids[entries == 0], first[entries == 0], step)
+        self._record_memory()
         entries, locations, _, _ = self.index.locate(row_ids)
-        return self._read(row_ids, entries, locations, wire_dtype, reads_default=True)
+        return entries, locations
 
-    def lookup(self, row_ids: np.ndarray, wire_dtype: WireDtype) -> Rows:
-        """Read that is no visit. Unknown row_ids: the default row if min_count > 1, else zeros."""
-        entries, locations, _, _ = self.index.locate(row_ids)
-        return self._read(row_ids, entries, locations, wire_dtype, reads_default=self.spec.policy.min_count > 1)
-
-    def _read(
+    def read_cold(
         self,
         row_ids: np.ndarray,
+        positions: np.ndarray,
         entries: np.ndarray,
         locations: np.ndarray,
+        values: np.ndarray,
+        flags: np.ndarray,
         wire_dtype: WireDtype,
         *,
         reads_default: bool,
-    ) -> Rows:
-        n, dim = row_ids.shape[0], self.spec.dim
-        values = np.empty((n, dim), WIRE_NUMPY[wire_dtype])
-        flags = np.empty(n, np.uint8)
-        slots, positions = np.empty(n, np.int32), np.empty(n, np.int32)
-        hot, frozen, initial, missing = split_by_state(entries, locations, flags, slots, positions)
-        if hot:
-            self.hot.gather(slots[:hot], values, positions[:hot], wire_dtype)
-        if frozen:
-            at = positions[hot : hot + frozen]
-            addresses = self.segments.addresses(locations[at])
-            gather_frozen(addresses, self.spec.policy.frozen_bits, dim, wire_view(values), at, MODES[wire_dtype])
-        if initial:
-            at = positions[hot + frozen : hot + frozen + initial]
-            spec = self.spec
-            start = initial_values(row_ids[at], self._seed, dim, spec.init_min, spec.init_max)
-            values[at] = from_float32(start, wire_dtype)
-        if missing:
-            at = positions[n - missing :]
-            if reads_default:
-                values[at] = from_float32(self._default.read(np.zeros(1, np.int32))[0], wire_dtype)
-            else:
-                values[at], flags[at] = 0, 0
-        return Rows(values, flags)
+    ) -> None:
+        """Fills values[positions] and flags[positions] of rows that are not hot; row_ids, values, flags: all rows."""
+        dim, spec = self.spec.dim, self.spec
+        absent = entries == 0
+        initial = positions[~absent & (locations == INITIAL)]
+        stored = ~absent & (locations != INITIAL)
+        flags[positions] = np.where(absent, DEFAULT if reads_default else 0, FOUND)
+        if stored.any():
+            addresses = self.segments.addresses(locations[stored])
+            at = positions[stored]
+            gather_frozen(addresses, spec.policy.frozen_bits, dim, wire_view(values), at, MODES[wire_dtype])
+        if initial.shape[0]:
+            start = initial_values(row_ids[initial], self._seed, dim, spec.init_min, spec.init_max)
+            values[initial] = from_float32(start, wire_dtype)
+        if absent.any():
+            default = self._default.read(np.zeros(1, np.int32))[0] if reads_default else np.zeros((1, dim), np.float32)
+            values[positions[absent]] = from_float32(default, wire_dtype)
+
+    def gather_hot(self, slots: np.ndarray, values: np.ndarray, flags: np.ndarray, wire_dtype: WireDtype) -> None:
+        """Hot rows of a backend whose rows do not lie in this process's memory; slot -1 is left out."""
+        positions = np.flatnonzero(slots >= 0).astype(np.int32)
+        self.hot.gather(slots[positions], values, positions, wire_dtype)
+        flags[positions] = TRAINABLE | FOUND
+
+    def remember(self, row_ids: np.ndarray, slots: np.ndarray) -> None:
+        """The rows of a Pull, all of them hot: the Push of the step will most likely name the same."""
+        self._pulled.append((row_ids, slots, self.generation))
 
     # Push -----------------------------------------------------------------------------------------------------------
 
@@ -304,18 +306,13 @@ class Table:
         slots = self.index.locate(row_ids[thawed])[1]
         self.visits.array[slots, 0] = np.minimum(254, self.visits.array[slots, 0]) + 1
 
-    def _first_cold_visits(
-        self, row_ids: np.ndarray, entries: np.ndarray, locations: np.ndarray, step: int, any_cold: bool
-    ) -> np.ndarray:
-        """bool[n]: no earlier Pull of this step named the row. Only rows without a last_step need the list."""
-        first = np.ones(row_ids.shape[0], np.bool_)
-        if any_cold:
-            if step != self._cold_step:
-                self._cold_step, self._cold_ids = step, np.empty(0, np.int64)
-            elif self._cold_ids.shape[0]:
-                first = ~np.isin(row_ids, self._cold_ids)
-            cold = (entries == 0) | ((locations & FROZEN_BIT) != 0)
-            self._cold_ids = np.concatenate([self._cold_ids, row_ids[cold & first]])
+    def _first_cold_visits(self, row_ids: np.ndarray, step: int) -> np.ndarray:
+        """bool[n]: no earlier Pull of this step named the row. Rows that are not hot keep no last_step to tell."""
+        if step != self._cold_step:
+            self._cold_step, self._cold_ids = step, row_ids
+            return np.ones(row_ids.shape[0], np.bool_)
+        first = ~np.isin(row_ids, self._cold_ids)
+        self._cold_ids = np.concatenate([self._cold_ids, row_ids[first]])
         return first
 
     # Heat, memory, statistics ---------------------------------------------------------------------------------------

@@ -20,63 +20,6 @@ _FROZEN_FLAGS = np.uint8(FOUND)
 _DEFAULT_FLAGS = np.uint8(DEFAULT)
 
 
-@kernel(void(_ENTRIES, _LOCATIONS, array(int32), array(uint8), int64, view(boolean), array(boolean)))
-def visit_rows(entries, locations, last_step, visits, step, cold_counts, out_counted):
-    """Marks hot rows as visited at `step`; out_counted[i]: this is the row's first Pull of the step.
-
-    cold_counts[i] says the same for a frozen row, which keeps no last_step of its own.
-    """
-    for i in range(entries.shape[0]):
-        out_counted[i] = False
-        if entries[i] == 0:
-            continue
-        if locations[i] & FROZEN_BIT:
-            out_counted[i] = cold_counts[i]
-        else:
-            slot = np.int64(locations[i])
-            if last_step[slot] < step:
-                last_step[slot] = step
-                visits[slot] = min(255, np.int64(visits[slot]) + 1)
-                out_counted[i] = True
-
-
-@kernel(types.UniTuple(int64, 4)(_ENTRIES, _LOCATIONS, array(uint8), array(int32), array(int32)))
-def split_by_state(entries, locations, out_flags, out_slots, out_positions):
-    """Sorts request positions into hot, frozen, initial, missing, in that order, inside out_positions.
-
-    Returns the four counts; out_slots[:hot] are the slots of the hot ones; out_flags[i] is the reply's flag byte.
-    """
-    n = entries.shape[0]
-    hot = 0
-    for i in range(n):
-        if entries[i] != 0 and not locations[i] & FROZEN_BIT:
-            out_slots[hot] = np.int32(locations[i])
-            out_positions[hot] = i
-            out_flags[i] = _HOT_FLAGS
-            hot += 1
-    if hot == n:
-        return hot, 0, 0, 0
-    k = hot
-    for i in range(n):
-        if entries[i] != 0 and locations[i] & FROZEN_BIT and locations[i] != INITIAL:
-            out_positions[k] = i
-            out_flags[i] = _FROZEN_FLAGS
-            k += 1
-    frozen = k - hot
-    for i in range(n):
-        if entries[i] != 0 and locations[i] == INITIAL:
-            out_positions[k] = i
-            out_flags[i] = _FROZEN_FLAGS
-            k += 1
-    initial = k - hot - frozen
-    for i in range(n):
-        if entries[i] == 0:
-            out_positions[k] = i
-            out_flags[i] = _DEFAULT_FLAGS
-            k += 1
-    return hot, frozen, initial, k - hot - frozen - initial
-
-
 @kernel(int64(_ENTRIES, _LOCATIONS, array(int32)))
 def hot_slots(entries, locations, out_slots):
     """Slots of hot rows, -1 for every other; returns how many are not hot."""
