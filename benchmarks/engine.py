@@ -42,7 +42,7 @@ def setup(config: dict[str, Any]) -> EngineState:
     torch.set_num_threads(config["threads"])
     folder = tempfile.TemporaryDirectory(prefix="frostline-engine-")
     dist.init_process_group("gloo", init_method=f"file://{folder.name}/group", rank=0, world_size=1)
-    store = InprocStore(data_dir=Path(folder.name) / "shard")
+    store = InprocStore(data_dir=Path(folder.name) / "shard", threads=config["threads"])
     configs = dlrm.table_configs(config["dim"], config["rows_per_table"])
     ours = FrostlineEmbeddingBagCollection(
         configs,

@@ -5,13 +5,12 @@
 A hot row costs about 80 ns here; what Python does for a table, 5 us. With 26 tables and 2,400 rows each that is half of
 what a call per table and kind of work took.
 
-Thread safety: none; it belongs to the thread that owns the shard. `threads` more may help inside a call, by table.
+Thread safety: none; it belongs to the thread that owns the shard. Inside a call, threads share the tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +22,7 @@ from embedding_server.kernels import tables as kernels
 from embedding_server.kernels.wire import MODES, wire_view
 from embedding_server.store import WIRE_NUMPY, Rows, WireDtype
 from embedding_server.table import Table
+from embedding_server.table_threads import TableThreads
 
 _NO_CODES = np.zeros(0)
 
@@ -50,14 +50,13 @@ class _Cold:
 
 
 class HotPath:
-    def __init__(self, num_threads: int = 1) -> None:
+    def __init__(self, threads: TableThreads) -> None:
         self._directory = np.zeros((0, kernels.COLUMNS), np.int64)
         self._numbers: dict[str, int] = {}
         self._tables: dict[str, Table] = {}
         self._half_lives = np.zeros(0)
         self._all_reserved = True
-        self._num_threads = num_threads
-        self._pool = ThreadPoolExecutor(num_threads - 1, "frostline-shard") if num_threads > 1 else None
+        self._threads = threads
 
     def add(self, table: Table) -> None:
         name = table.spec.name
@@ -66,10 +65,6 @@ class HotPath:
         self._directory = np.concatenate([self._directory, table.directory_row()[None]])
         self._half_lives = np.append(self._half_lives, table.spec.policy.half_life_steps)
         self._all_reserved = self._all_reserved and isinstance(table.hot, ReservedHotRows)
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
 
     def pull(self, ids: Mapping[str, np.ndarray], step: int, wire_dtype: WireDtype) -> dict[str, Rows]:
         """Training read at `step`: counts the visit, admits new rows, thaws (policy idle)."""
@@ -87,7 +82,7 @@ class HotPath:
         return self._gather(ids, request, left, wire_dtype, always_default=True)
 
     def read(self, ids: Mapping[str, np.ndarray], wire_dtype: WireDtype, *, always_default: bool) -> dict[str, Rows]:
-        """Read without any effect. Unknown row_ids read the default row if always_default or min_count > 1, else zeros."""
+        """Read without any effect. Unknown row_ids: default row if always_default or min_count > 1, else zeros."""
         request = self._find(ids, None)
         left = {}
         for k in np.flatnonzero(request.cold).tolist():
@@ -114,7 +109,7 @@ class HotPath:
             for table in request.tables:
                 table.move_origin_of_heat(step)
             codes = heat.now_codes(step, self._half_lives[request.numbers])
-        self._over_tables(request, lambda first, last: self._find_tables(request, first, last, step, codes))
+        self._threads.run(starts, lambda first, last: self._find_tables(request, first, last, step, codes))
         return request
 
     def _find_tables(self, request: _Request, first: int, last: int, step: int | None, codes: np.ndarray) -> None:
@@ -152,8 +147,8 @@ class HotPath:
         flags = np.empty(int(starts[-1]), np.uint8)
         if self._all_reserved:
             flat, mode = wire_view(values), MODES[wire_dtype]
-            self._over_tables(
-                request,
+            self._threads.run(
+                starts,
                 lambda first, last: kernels.gather_hot(
                     self._directory, request.numbers, starts, value_starts, first, last,
                     request.slots, flat, flags, mode,
@@ -180,16 +175,3 @@ class HotPath:
     @staticmethod
     def _slots(request: _Request, k: int) -> np.ndarray:
         return request.slots[request.starts[k] : request.starts[k + 1]]
-
-    def _over_tables(self, request: _Request, work: Callable[[int, int], None]) -> None:
-        """Calls work(first, last) over all tables of the request, on all threads, about equal rows each."""
-        num_tables = len(request.tables)
-        if self._pool is None or num_tables < 2:
-            work(0, num_tables)
-            return
-        shares = request.starts[-1] * np.arange(1, self._num_threads) // self._num_threads
-        bounds = [0, *np.searchsorted(request.starts[:-1], shares).tolist(), num_tables]
-        pending = [self._pool.submit(work, a, b) for a, b in zip(bounds[1:-1], bounds[2:], strict=True)]
-        work(bounds[0], bounds[1])
-        for one in pending:
-            one.result()

@@ -47,12 +47,16 @@ class InprocStore(EmbeddingStore):
         data_dir: Path | None = None,
         backend: str = "auto",
         timeout_s: float = 60.0,
+        threads: int = 1,
     ) -> None:
-        """timeout_s bounds the wait for other workers, after which StoreUnavailable says who is missing."""
+        """timeout_s bounds the wait for other workers, after which StoreUnavailable says who is missing.
+
+        threads: that share the tables of a call.
+        """
         self.wire_dtype = wire_dtype
         self.num_shards = 1
         self.shard_of_bucket = np.zeros(NUM_BUCKETS, np.int32)
-        self._shard = Shard(data_dir=data_dir, memory_limit_bytes=memory_limit_bytes, backend=backend)
+        self._shard = Shard(data_dir=data_dir, memory_limit_bytes=memory_limit_bytes, backend=backend, threads=threads)
         self._lock = threading.Lock()
         self._timeout_s = timeout_s
         self._wire = WireStats()

@@ -50,6 +50,7 @@ from embedding_server.store import (
     WireDtype,
 )
 from embedding_server.table import Table, sum_by_row
+from embedding_server.table_threads import TableThreads
 
 MAX_ROWS_PER_CALL = 1 << 24
 MAX_STAGED_BYTES = 2 << 30  # parts of one worker's push that wait for the others
@@ -109,7 +110,7 @@ class Shard:
     ) -> None:
         """buckets bool[NUM_BUCKETS] (None: all). data_dir None: a temporary folder, removed by `close`.
 
-        threads: share the tables of a Pull between them.
+        threads: that share the tables of a Pull or Push.
         writer: a one-thread executor that writes segment files beside the caller; None: `maintain` writes them itself.
         """
         if memory_limit_bytes < 1 << 20:
@@ -125,7 +126,8 @@ class Shard:
         self.data_dir.mkdir(parents=True, exist_ok=True)
         self._budget = MemoryBudget(memory_limit_bytes)
         self._tables: dict[str, Table] = {}
-        self._rows = HotPath(threads)
+        self._threads = TableThreads(threads)
+        self._rows = HotPath(self._threads)
         self._jobs: dict[str, _Job] = {}
         self._events: deque[str] = deque(maxlen=MAX_EVENTS)
         self._reselection: Reselection | None = None
@@ -323,13 +325,11 @@ class Shard:
     def _apply_step(self, job: _Job, step: int) -> None:
         """sync: sums all workers' gradients per row in worker order and applies each row once."""
         workers = [job.staged[w] for w in range(job.steps.num_workers)]
-        names = {name: None for push in workers for part in push.parts.values() for name in part}
-        applied = ignored = 0
-        for name in names:
-            chunks = [(chunk, push.wire_dtype) for push in workers for chunk in push.chunks(name)]
-            done, dropped = self._apply_chunks(job, name, chunks, step)
-            applied, ignored = applied + done, ignored + dropped
-            defaults = [chunk for chunk, _ in chunks if chunk.default_gradient is not None]
+        names = list({name: None for push in workers for part in push.parts.values() for name in part})
+        chunks = [[(chunk, push.wire_dtype) for push in workers for chunk in push.chunks(name)] for name in names]
+        applied, ignored = self._apply_tables(job, names, chunks, step)
+        for name, of_table in zip(names, chunks, strict=True):
+            defaults = [chunk for chunk, _ in of_table if chunk.default_gradient is not None]
             self._apply_default(job, name, defaults, step)
         job.staged.clear()
         for worker in range(job.steps.num_workers):
@@ -341,15 +341,15 @@ class Shard:
     def _apply_one(self, job: _Job, worker: int) -> None:
         """pipelined: applies one worker's push; default rows wait for all workers, so that all shards agree on them."""
         push = job.staged.pop(worker)
-        applied = ignored = 0
-        defaults: dict[str, ShardGradients] = {}
-        for name in {name: None for part in push.parts.values() for name in part}:
-            chunks = [(chunk, push.wire_dtype) for chunk in push.chunks(name)]
-            done, dropped = self._apply_chunks(job, name, chunks, push.step)
-            applied, ignored = applied + done, ignored + dropped
-            for chunk, _ in chunks:
-                if chunk.default_gradient is not None:
-                    defaults[name] = chunk
+        names = list({name: None for part in push.parts.values() for name in part})
+        chunks = [[(chunk, push.wire_dtype) for chunk in push.chunks(name)] for name in names]
+        applied, ignored = self._apply_tables(job, names, chunks, push.step)
+        defaults = {
+            name: chunk
+            for name, of_table in zip(names, chunks, strict=True)
+            for chunk, _ in of_table
+            if chunk.default_gradient is not None
+        }
         job.steps.note_push(worker, push.step)
         job.defaults.setdefault(push.step, {})[worker] = defaults
         for step in sorted(job.defaults):
@@ -362,6 +362,21 @@ class Shard:
                 self._apply_default(job, name, chunks_of_workers, step)
         for future in push.waiting:
             _complete(future, PushAck(push.step, applied, ignored, duplicate=False))
+
+    def _apply_tables(
+        self, job: _Job, names: list[str], chunks: list[list[tuple[ShardGradients, WireDtype]]], step: int
+    ) -> tuple[int, int]:
+        """(rows applied, rows ignored) over all tables."""
+        done = [(0, 0)] * len(names)
+
+        def apply(first: int, last: int) -> None:
+            for t in range(first, last):
+                done[t] = self._apply_chunks(job, names[t], chunks[t], step)
+
+        starts = np.zeros(len(names) + 1, np.int64)
+        np.cumsum([sum(chunk.row_ids.shape[0] for chunk, _ in of_table) for of_table in chunks], out=starts[1:])
+        self._threads.run(starts, apply)
+        return sum(a for a, _ in done), sum(b for _, b in done)
 
     def _apply_chunks(
         self, job: _Job, name: str, chunks: list[tuple[ShardGradients, WireDtype]], step: int
@@ -450,7 +465,7 @@ class Shard:
         for table in self._tables.values():
             table.close()
         self._tables.clear()
-        self._rows.close()
+        self._threads.close()
         if self._temporary:
             shutil.rmtree(self.data_dir, ignore_errors=True)
 

@@ -1,8 +1,7 @@
 """Kernels over all tables of a request at once: a request of 26 tables costs one call, not 26.
 
 `directory` int64[T, COLUMNS] holds what they need of every table, as addresses and sizes; `tables` int64[K] says which
-of them the request names. Request row i of table k is row starts[k] + i of the concatenated outputs; `addresses` int64[K]
-tells where the row_ids of each table lie. Each call does the tables [first, last) of the request, so that threads can
+of them the request names. Request row i of table k is row starts[k] + i of the outputs; `addresses` int64[K] tells where the row_ids of each table lie. Each call does the tables [first, last) of the request, so that threads can
 share one: they meet in no table.
 """
 
@@ -84,7 +83,7 @@ def find_and_visit(
     )
 )  # fmt: skip
 def gather_hot(directory, tables, starts, value_starts, first, last, slots, out, out_flags, mode):
-    """Hot rows into `out`, flat wire values (table k from value_starts[k] on), with their flags; slot -1 is left out."""
+    """Hot rows and their flags into `out`, flat wire values, table k from value_starts[k] on; slot -1 is left out."""
     for k in range(first, last):
         table = directory[tables[k]]
         dim = table[DIM]

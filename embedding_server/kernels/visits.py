@@ -6,9 +6,9 @@ Locations are as index.py says: uint32, bit 31 set when frozen, all ones for a r
 from __future__ import annotations
 
 import numpy as np
-from numba import boolean, float32, int32, int64, types, uint8, uint16, uint32, void
+from numba import boolean, float32, int32, int64, uint16, uint32, void
 
-from embedding_server.index import FROZEN_BIT, INITIAL
+from embedding_server.index import FROZEN_BIT
 from embedding_server.kernels.hashing import bucket_of, hash_row_id
 from embedding_server.kernels.kernel import array, kernel, view
 from embedding_server.kernels.wire import load
