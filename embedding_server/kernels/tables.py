@@ -1,8 +1,9 @@
 """Kernels over all tables of a request at once: a request of 26 tables costs one call, not 26.
 
 `directory` int64[T, COLUMNS] holds what they need of every table, as addresses and sizes; `tables` int64[K] says which
-of them the request names. Request row i of table k is row starts[k] + i of the outputs; `addresses` int64[K] tells where the row_ids of each table lie. Each call does the tables [first, last) of the request, so that threads can
-share one: they meet in no table.
+of them the request names. Request row i of table k is row starts[k] + i of the outputs; `addresses` int64[K] tells
+where the row_ids of each table lie. Each call does the tables [first, last) of the request, so that threads can share
+one: they meet in no table.
 """
 
 from __future__ import annotations
