@@ -8,7 +8,6 @@ DistributedModelParallel, table-wise sharding over the ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from trainer.precision import Precision
+from trainer.precision import Precision, choose_precision
 
 NUM_TABLES = 26
 NUM_DENSE = 13
@@ -96,6 +95,8 @@ def train_step(
 class FixedCollection(torch.nn.Module):
     """Stands in for the embeddings in `dense_alone`: gives the same pooled values for free, takes their gradient."""
 
+    pooled: torch.Tensor
+
     def __init__(self, batch_size: int, dim: int) -> None:
         super().__init__()
         self._configs = table_configs(dim, 1)
@@ -143,5 +144,31 @@ def torchrec_model(config: dict[str, Any], rank: int, size: int, store_file: str
     return DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=[sharder])
 
 
-def cycle(samples: list[Samples], start: int) -> Callable[[int], Samples]:
-    return lambda i: samples[(start + i) % len(samples)]
+#: dense layers of a rival: those that our default precision picks, or torch's as they come
+DENSE_KINDS = ("same", "as_shipped")
+
+
+class DenseSide:
+    """The dense half of a contestant: its precision, its layers, its optimizer."""
+
+    def __init__(self, model: torch.nn.Module, dense: str) -> None:
+        self.precision = choose_precision("auto") if dense == "same" else Precision("float32")
+        if dense == "same":
+            self.precision.prepare(model)
+        self.model = model
+        self.optimizer = torch.optim.SGD(dense_parameters(model), lr=LEARNING_RATE)
+
+    def step(self, samples: Samples) -> torch.Tensor:
+        return train_step(self.model, self.optimizer, samples, self.precision)
+
+
+class TorchRecRival:
+    """One rank of TorchRec with its own dense layers or with ours."""
+
+    def __init__(self, config: dict[str, Any], dense: str, rank: int, size: int, store_file: str) -> None:
+        self._side = DenseSide(torchrec_model(config, rank, size, store_file), dense)
+
+    def train(self, samples: list[Samples], steps: int) -> None:
+        self._side.precision.activate()
+        for i in range(steps):
+            self._side.step(samples[i % len(samples)])

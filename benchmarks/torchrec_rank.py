@@ -2,7 +2,8 @@
 
     python -m benchmarks.torchrec_rank CONFIG_JSON RANK SIZE STORE_FILE THREADS
 
-prints "ready" and then, for each line {"precision": ..., "steps": n} on standard input, the seconds that n steps took.
+prints "@ready" and then, for each line {"dense": "same" | "as_shipped", "steps": n} on standard input, "@" and the
+seconds that n steps took.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ class RankGroup:
         for rank in range(size):
             self._read(rank)
 
-    def run_ms(self, precision: str, steps: int) -> float:
+    def run_ms(self, dense: str, steps: int) -> float:
         """Milliseconds a step, of the slower rank."""
         for rank in self._ranks:
             assert rank.stdin is not None
-            rank.stdin.write(json.dumps({"precision": precision, "steps": steps}) + "\n")
+            rank.stdin.write(json.dumps({"dense": dense, "steps": steps}) + "\n")
             rank.stdin.flush()
         return max(float(self._read(rank)) for rank in range(len(self._ranks))) * 1e3 / steps
 
@@ -76,21 +77,18 @@ def main(arguments: list[str]) -> None:
     import torch
 
     from benchmarks import dlrm
-    from trainer.precision import use_precision
 
     config = json.loads(arguments[0])
     rank, size, store_file, threads = int(arguments[1]), int(arguments[2]), arguments[3], int(arguments[4])
     torch.set_num_threads(threads)
-    model = dlrm.torchrec_model(config, rank, size, store_file)
-    optimizer = torch.optim.SGD(dlrm.dense_parameters(model), lr=dlrm.LEARNING_RATE)
+    rivals = {dense: dlrm.TorchRecRival(config, dense, rank, size, store_file) for dense in dlrm.DENSE_KINDS}
     samples = dlrm.make_samples(config, share=(rank, size))
     print("@ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        precision = use_precision(request["precision"])
+        rival = rivals[request["dense"]]
         start_s = time.perf_counter()
-        for i in range(request["steps"]):
-            dlrm.train_step(model, optimizer, samples[i % len(samples)], precision)
+        rival.train(samples, request["steps"])
         print(f"@{time.perf_counter() - start_s}", flush=True)
 
 

@@ -86,9 +86,10 @@ class TrainerSection(Section):
     batch_size: int = Field(512, ge=1, le=MAX_BATCH_SIZE, description="samples of a step, over all workers")
     data_passes: int = Field(1, ge=1, le=10_000, description="times that the training samples are read")
     max_steps: int | None = Field(None, ge=1, description="stop after this many steps; default: all data passes")
-    precision: Literal["float32", "medium", "bfloat16"] = Field(
-        "medium",
-        description="dense matrix products: float32; medium (torch.set_float32_matmul_precision); bfloat16 (autocast)",
+    precision: Literal["auto", "float32", "medium", "bfloat16"] = Field(
+        "auto",
+        description="dense matrix products: float32; medium (torch.set_float32_matmul_precision); bfloat16 (autocast); "
+        "auto: bfloat16 on CPUs with bfloat16 units, else float32",
     )
     dense_optimizer: DenseOptimizer = DenseOptimizer()
     reselect_every_samples: int = Field(

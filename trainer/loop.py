@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 from embedding_server.policy import compute_frostline
@@ -30,7 +31,7 @@ from trainer.lr_schedule import Schedule, schedule_in_steps
 from trainer.metrics import Metrics
 from trainer.models import build_model, logits_of
 from trainer.pipeline import Pipeline
-from trainer.precision import Precision, use_precision
+from trainer.precision import Precision, choose_precision
 from trainer.report import ArmSummary, Progress, summarise_arm
 from trainer.run_log import RunLog
 from trainer.warm_up import warm_up_rows
@@ -140,15 +141,17 @@ def score(run: Run, split: Split) -> Metrics | None:
 
 
 def build_run(job: Job, store: EmbeddingStore, group: Group) -> Run:
-    precision = use_precision(job.trainer.precision)
+    precision = choose_precision(job.trainer.precision)
+    precision.activate()
     reader = open_reader(job, "train", group.rank, group.size)
     epoch = join_job(job, store, group, reader)
     who = Identity(job.name, epoch.epoch, group.rank)
     rows = build_rows(job, store, reader, who, epoch.last_step)
     torch.manual_seed(job.seed)
     model = build_model(job.model, rows, reader.schema.num_dense)
+    precision.prepare(model)
     if group.size > 1:
-        model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+        model = DistributedDataParallel(model, broadcast_buffers=False)
     total = _total_steps(job, reader)
     trainer = job.trainer
     return Run(
