@@ -56,6 +56,7 @@ MAX_ROWS_PER_CALL = 1 << 24
 MAX_STAGED_BYTES = 2 << 30  # parts of one worker's push that wait for the others
 MAX_EVENTS = 100
 MAX_PARTS = 4096
+_MOVES_BETWEEN_RELEASES = 1 << 18  # fewer leave little behind, and what is released must be faulted in again
 _EPOCHS_FILE = "epochs.json"
 
 
@@ -131,7 +132,7 @@ class Shard:
         self._jobs: dict[str, _Job] = {}
         self._events: deque[str] = deque(maxlen=MAX_EVENTS)
         self._reselection: Reselection | None = None
-        self._has_free_heap = False  # background work ran since the last release_free_heap
+        self._moves_at_release = 0  # rows frozen and thawed before the last release_free_heap
         self._load_epochs()
 
     # Tables -----------------------------------------------------------------------------------------------------------
@@ -454,11 +455,11 @@ class Shard:
     def maintain(self) -> bool:
         """One slice of background work of some table: compaction, segment files, merges. True if more is waiting."""
         if any(table.maintain() for table in self._tables.values()):
-            self._has_free_heap = True
             return True
-        if self._has_free_heap:
+        moves = sum(table.moves_frozen + table.moves_thawed for table in self._tables.values())
+        if moves - self._moves_at_release > _MOVES_BETWEEN_RELEASES:
             release_free_heap()
-            self._has_free_heap = False
+            self._moves_at_release = moves
         return False
 
     def close(self) -> None:

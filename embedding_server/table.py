@@ -43,6 +43,7 @@ from embedding_server.store import DEFAULT, FOUND, TRAINABLE, Frostline, TableSt
 _STEP_BYTES, _VISIT_BYTES = 4, 1  # last_step and visits of a hot row
 _COMPACT_ABOVE = 0.125  # share of free slots from which the tail of the hot rows is given back
 _COMPACTION_SLICES = 64
+_COMPACT_AT_ONCE = 200_000  # rows: about 10 ms
 _LEAST_SEGMENT_BYTES = 1 << 20
 _PULLS_KEPT = 4  # a pipelined worker pushes step t after its Pull of t+1
 _ENTRY_COST = 22  # bytes of index that a new row costs at the lowest load, 0.7
@@ -351,10 +352,14 @@ class Table:
     # Background work ------------------------------------------------------------------------------------------------
 
     def begin_compaction(self) -> None:
-        """Starts to give the tail of the hot rows back if enough slots are free; `maintain` does it in slices."""
-        if self.slots.num_free > self.slots.high_water * _COMPACT_ABOVE and self.slots.target is None:
-            self.slots.begin_compaction()
-            self._compaction_bucket = 0
+        """Gives the tail of the hot rows back if enough slots are free: a small table's at once, before new rows can
+        take the holes; a large one's in slices of `maintain`."""
+        if self.slots.num_free <= self.slots.high_water * _COMPACT_ABOVE or self.slots.target is not None:
+            return
+        self.slots.begin_compaction()
+        self._compaction_bucket = 0
+        if len(self.index) <= _COMPACT_AT_ONCE:
+            self._compact()
 
     def _compact(self) -> None:
         """Gives the tail back at once: room is needed now."""

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -115,6 +116,8 @@ def _open_shard(options: ShardOptions) -> Shard:
         data_dir=options.data_dir,
         memory_limit_bytes=options.memory_limit_bytes,
         backend=options.backend,
+        # segment files are written and synced beside the executor, which goes on serving
+        writer=ThreadPoolExecutor(1, thread_name_prefix="segment-writer"),
     )
 
 
