@@ -42,8 +42,10 @@ def train(
     """Trains every arm of a job and compares them."""
     console = Console(stderr=as_json)
     with errors_to_exit_status(console):
+        from services.worker import set_environment
         from trainer.job import load_job
 
+        set_environment()
         job = load_job(job_file, settings or [])
         document = _train(job, console)
     if as_json:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from embedding_server.errors import FrostlineError, InvalidInput
+from services import worker
 from trainer.job import Job, resolved_json
 from trainer.report import ArmSummary, Progress
 
@@ -165,6 +166,7 @@ def ray_group(workers: int, storage: Path) -> Iterator[RayGroup]:
     """Starts a local Ray, or connects to RAY_ADDRESS; ends it (or the connection) on leaving."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+    worker.set_environment()  # a local Ray passes our environment on to its workers
     address = os.environ.get("RAY_ADDRESS")
     if address is None and "RAY_AUTH_TOKEN_PATH" not in os.environ:
         # a token of this run alone, so that none is written into the user's home
@@ -182,7 +184,7 @@ def ray_group(workers: int, storage: Path) -> Iterator[RayGroup]:
             **common,
         )
     else:
-        ray.init(address=address, **common)
+        ray.init(address=address, runtime_env={"env_vars": worker.ENVIRONMENT}, **common)
     try:
         _check_resources(workers, ray.cluster_resources().get("CPU", 0.0))
         board = ray.remote(num_cpus=0)(Board).remote()

@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torchrec.models.dlrm import InteractionArch
+from torchrec.models.dlrm import InteractionArch, SparseArch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.mlp import MLP, Perceptron
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from trainer.dense_kernels import FastInteraction, FastPerceptron, use_fast_layers
 
@@ -97,3 +99,22 @@ def test_inference_mode_needs_no_gradient():
     dense, sparse = torch.randn(4, 3), torch.randn(4, 5, 8)
     with torch.inference_mode():
         torch.testing.assert_close(fast(dense, sparse), plain(dense, sparse), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("names", [["a", "b", "c"], ["c", "a", "b"]])
+def test_pooled_rows_come_in_the_order_of_the_features(names):
+    """A sharded collection may give its features in another order than its configs."""
+
+    class Pooled(nn.Module):
+        def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+            return [EmbeddingBagConfig(name=n, embedding_dim=4, num_embeddings=1, feature_names=[n]) for n in "abc"]
+
+        def forward(self, features: object) -> KeyedTensor:
+            values = torch.stack([torch.full((2, 4), float(ord(n))) for n in names], dim=1).reshape(2, 12)
+            return KeyedTensor(names, [4, 4, 4], values)
+
+    model = nn.Sequential(SparseArch(Pooled()))  # type: ignore[arg-type]
+    expected = model(None)
+    assert use_fast_layers(model) == 1
+    torch.testing.assert_close(model(None), expected)
+    assert expected[0, :, 0].tolist() == [97.0, 98.0, 99.0]
