@@ -20,7 +20,7 @@ from embedding_server.hot_rows import ReservedHotRows
 from embedding_server.index import FROZEN_BIT
 from embedding_server.kernels import tables as kernels
 from embedding_server.kernels.wire import MODES, wire_view
-from embedding_server.store import WIRE_NUMPY, Rows, WireDtype
+from embedding_server.store import WIRE_NUMPY, ReplyBuffers, Rows, WireDtype
 from embedding_server.table import Table
 from embedding_server.table_threads import TableThreads
 
@@ -66,7 +66,9 @@ class HotPath:
         self._half_lives = np.append(self._half_lives, table.spec.policy.half_life_steps)
         self._all_reserved = self._all_reserved and isinstance(table.hot, ReservedHotRows)
 
-    def pull(self, ids: Mapping[str, np.ndarray], step: int, wire_dtype: WireDtype) -> dict[str, Rows]:
+    def pull(
+        self, ids: Mapping[str, np.ndarray], step: int, wire_dtype: WireDtype, buffers: ReplyBuffers | None = None
+    ) -> dict[str, Rows]:
         """Training read at `step`: counts the visit, admits new rows, thaws (policy idle)."""
         request = self._find(ids, step)
         left: dict[int, _Cold] = {}
@@ -79,9 +81,16 @@ class HotPath:
                 table.remember(request.row_ids[k], request.slots[request.starts[k] : request.starts[k + 1]])
             else:
                 table.rows_default_reads += int((left[k].entries == 0).sum())
-        return self._gather(ids, request, left, wire_dtype, always_default=True)
+        return self._gather(ids, request, left, wire_dtype, buffers, always_default=True)
 
-    def read(self, ids: Mapping[str, np.ndarray], wire_dtype: WireDtype, *, always_default: bool) -> dict[str, Rows]:
+    def read(
+        self,
+        ids: Mapping[str, np.ndarray],
+        wire_dtype: WireDtype,
+        buffers: ReplyBuffers | None = None,
+        *,
+        always_default: bool,
+    ) -> dict[str, Rows]:
         """Read without any effect. Unknown row_ids: default row if always_default or min_count > 1, else zeros."""
         request = self._find(ids, None)
         left = {}
@@ -89,7 +98,7 @@ class HotPath:
             positions = np.flatnonzero(self._slots(request, k) < 0)
             entries, locations, _, _ = request.tables[k].index.locate(request.row_ids[k][positions])
             left[k] = _Cold(positions.astype(np.int32), entries, locations)
-        return self._gather(ids, request, left, wire_dtype, always_default=always_default)
+        return self._gather(ids, request, left, wire_dtype, buffers, always_default=always_default)
 
     def _find(self, ids: Mapping[str, np.ndarray], step: int | None) -> _Request:
         row_ids = [np.ascontiguousarray(of_table) for of_table in ids.values()]
@@ -136,6 +145,7 @@ class HotPath:
         request: _Request,
         left: Mapping[int, _Cold],
         wire_dtype: WireDtype,
+        buffers: ReplyBuffers | None,
         *,
         always_default: bool,
     ) -> dict[str, Rows]:
@@ -143,8 +153,11 @@ class HotPath:
         dims = self._directory[request.numbers, kernels.DIM]
         value_starts = np.zeros(starts.shape[0], np.int64)
         np.cumsum(np.diff(starts) * dims, out=value_starts[1:])
-        values = np.empty(int(value_starts[-1]), WIRE_NUMPY[wire_dtype])
-        flags = np.empty(int(starts[-1]), np.uint8)
+        if buffers is None:
+            flags = np.empty(int(starts[-1]), np.uint8)
+            values = np.empty(int(value_starts[-1]), WIRE_NUMPY[wire_dtype])
+        else:
+            flags, values = buffers(list(ids), np.diff(starts).tolist(), dims.tolist())
         if self._all_reserved:
             flat, mode = wire_view(values), MODES[wire_dtype]
             self._threads.run(

@@ -44,6 +44,7 @@ from embedding_server.store import (
     Identity,
     Moves,
     PushAck,
+    ReplyBuffers,
     Rows,
     StoreStats,
     UpdateMode,
@@ -223,7 +224,9 @@ class Shard:
         wire_dtype: WireDtype,
         part: int = 0,
         num_parts: int = 1,
+        buffers: ReplyBuffers | None = None,
     ) -> Future[dict[str, Rows]]:
+        """`buffers` is asked where the rows are to lie when the pull runs; None: in arrays of their own."""
         job = self._job(who)
         _check_parts(part, num_parts)
         _check_wire_dtype(wire_dtype)
@@ -231,14 +234,14 @@ class Shard:
             self._check_ids(name, row_ids)
         future: Future[dict[str, Rows]] = Future()
         if job.steps.is_repeated_pull(who.worker, step, part):
-            future.set_result(self._rows.read(ids, wire_dtype, always_default=True))
+            future.set_result(self._rows.read(ids, wire_dtype, buffers, always_default=True))
             return future
 
         def run() -> None:
             if job.steps.is_repeated_pull(who.worker, step, part):  # a retry of it ran while this one waited
-                rows = self._rows.read(ids, wire_dtype, always_default=True)
+                rows = self._rows.read(ids, wire_dtype, buffers, always_default=True)
             else:
-                rows = self._rows.pull(ids, step, wire_dtype)
+                rows = self._rows.pull(ids, step, wire_dtype, buffers)
                 job.steps.note_pull(who.worker, step, part, num_parts)
             future.set_result(rows)
 
@@ -443,11 +446,13 @@ class Shard:
 
     # Look-up, statistics, background ----------------------------------------------------------------------------------
 
-    def lookup(self, ids: Mapping[str, np.ndarray], wire_dtype: WireDtype) -> dict[str, Rows]:
+    def lookup(
+        self, ids: Mapping[str, np.ndarray], wire_dtype: WireDtype, buffers: ReplyBuffers | None = None
+    ) -> dict[str, Rows]:
         _check_wire_dtype(wire_dtype)
         for name, row_ids in ids.items():
             self._check_ids(name, row_ids)
-        return self._rows.read(ids, wire_dtype, always_default=False)
+        return self._rows.read(ids, wire_dtype, buffers, always_default=False)
 
     def stats(self) -> StoreStats:
         return StoreStats({name: table.stats() for name, table in self._tables.items()}, list(self._events))

@@ -15,7 +15,7 @@ Steps count from 1. What is not an error: an unknown row_id (it is a new row), a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -38,6 +38,10 @@ def push_dtype(wire_dtype: WireDtype) -> WireDtype:
     """Gradients of a float16 store travel as bfloat16, because small gradients underflow in float16."""
     return "bfloat16" if wire_dtype == "float16" else wire_dtype
 
+
+#: Where the rows of a reply are to lie, for who sends them on. Called once with the tables, their numbers of rows and
+#: their dims; returns flags uint8[N] and values [V] in the wire dtype, both flat, all tables in that order.
+ReplyBuffers = Callable[[Sequence[str], Sequence[int], Sequence[int]], tuple[np.ndarray, np.ndarray]]
 
 #: bits of Rows.flags
 TRAINABLE = 1  # a gradient for this row will be applied

@@ -7,7 +7,8 @@ classes read it, and `unframe` reads theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import ctypes
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import TypeVar
 
@@ -23,6 +24,10 @@ _FIXED_BYTES = {1: 8, 5: 4}
 _ALIGNMENT = 8
 
 M = TypeVar("M", bound=Message)
+
+_allocate_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
+_allocate_bytes.argtypes = (ctypes.c_char_p, ctypes.c_ssize_t)
+_allocate_bytes.restype = ctypes.py_object
 
 
 def _varint(value: int) -> bytes:
@@ -52,16 +57,10 @@ def _tag(number: int) -> bytes:
     return _varint(number << 3 | _LENGTH_DELIMITED)
 
 
-def frame(header: Message, bulk: Sequence[tuple[int, Sequence[np.ndarray]]], aligned: int | None = None) -> bytes:
-    """One message: the fields set in `header`, then each bulk field (number, its contiguous arrays).
-
-    `aligned` is the number of the bulk field whose bytes start at a multiple of 8 from the start of the message.
-    """
-    head = header.SerializeToString()
-    pieces: list[bytes | np.ndarray] = [head]
-    position = len(head)
-    for number, arrays in bulk:
-        size = sum(array.nbytes for array in arrays)
+def _intros(position: int, sizes: Iterable[tuple[int, int]], aligned: int | None) -> list[tuple[int, bytes, int]]:
+    """(number, bytes before the content, size) of each bulk field that is not empty; the first starts at `position`."""
+    intros = []
+    for number, size in sizes:
         if not size:
             continue
         intro = _tag(number) + _varint(size)
@@ -69,10 +68,51 @@ def frame(header: Message, bulk: Sequence[tuple[int, Sequence[np.ndarray]]], ali
             # The padding field adds a byte of tag and a byte of length of its own.
             filler = -(position + 2 + len(intro)) % _ALIGNMENT
             intro = _tag(PADDING_FIELD) + bytes([filler]) + bytes(filler) + intro
-        pieces.append(intro)
-        pieces.extend(arrays)
+        intros.append((number, intro, size))
         position += len(intro) + size
+    return intros
+
+
+def frame(header: Message, bulk: Mapping[int, Sequence[np.ndarray]], aligned: int | None = None) -> bytes:
+    """One message: the fields set in `header`, then each bulk field, by number the contiguous arrays that make it up.
+
+    `aligned` is the number of the bulk field whose bytes start at a multiple of 8 from the start of the message.
+    """
+    head = header.SerializeToString()
+    sizes = [(number, sum(array.nbytes for array in arrays)) for number, arrays in bulk.items()]
+    pieces: list[bytes | np.ndarray] = [head]
+    for number, intro, _ in _intros(len(head), sizes, aligned):
+        pieces.append(intro)
+        pieces.extend(bulk[number])
     return b"".join(pieces)
+
+
+def reserve(
+    header: Message, sizes: Mapping[int, int], aligned: int | None = None
+) -> tuple[bytes, dict[int, np.ndarray]]:
+    """A message whose bulk fields are still to be written, and where: uint8[size] of each by its number.
+
+    As `frame`, without the copy. Write every byte before the message leaves: the memory is not cleared.
+    """
+    head = header.SerializeToString()
+    intros = _intros(len(head), sizes.items(), aligned)
+    message = _new_bytes(len(head) + sum(len(intro) + size for _, intro, size in intros))
+    whole = as_array(message)
+    whole[: len(head)] = np.frombuffer(head, np.uint8)
+    fields = dict.fromkeys(sizes, whole[:0])
+    at = len(head)
+    for number, intro, size in intros:
+        whole[at : at + len(intro)] = np.frombuffer(intro, np.uint8)
+        at += len(intro)
+        fields[number] = whole[at : at + size]
+        at += size
+    return message, fields
+
+
+def _new_bytes(size: int) -> bytes:
+    """Bytes that nobody has seen yet, so that writing them is no harm; not cleared."""
+    # Bytes of 0 or 1 are shared by the whole interpreter.
+    return _allocate_bytes(None, size) if size > 1 else bytes(size)
 
 
 def unframe(data: bytes, cls: type[M], bulk: Iterable[int]) -> tuple[M, dict[int, tuple[int, int]]]:
@@ -117,7 +157,7 @@ def _content(data: bytes, at: int, wire_type: int) -> tuple[int, int]:
 class _Writable:
     """Lets numpy see a message's bytes as a writable array.
 
-    numba compiles every kernel again for read-only arrays. Nobody writes here: the arrays are inputs.
+    numba compiles every kernel again for read-only arrays. Nobody writes here but who fills a message from `reserve`.
     """
 
     __slots__ = ("__array_interface__", "owner")

@@ -188,14 +188,17 @@ class ShardServicer(_Servicer):
             call = tensor_codec.decode_pull(request)
             size = len(request) + state.check_reply("Pull", call.ids, call.wire_dtype)
             with state.admission.bytes(size) as held:
+                reply = tensor_codec.ReplyMessage(pb.PullResponse, call.wire_dtype)
                 later = self._run(
                     context,
-                    lambda shard: shard.pull(call.who, call.step, call.ids, call.wire_dtype, call.part, call.num_parts),
+                    lambda shard: shard.pull(
+                        call.who, call.step, call.ids, call.wire_dtype, call.part, call.num_parts, reply
+                    ),
                 )
                 if not later.done():
                     held.release()
-                rows = state.waiting.wait(context, later)
-                return tensor_codec.encode_rows(pb.PullResponse, call.wire_dtype, rows)
+                state.waiting.wait(context, later)
+                return reply.message
 
     @_answered
     def Push(self, request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -237,8 +240,9 @@ class LookupServicer(_Servicer):
         with state.admission.call():
             wire_dtype, ids = tensor_codec.decode_lookup(request)
             with state.admission.bytes(len(request) + state.check_reply("Lookup", ids, wire_dtype)):
-                rows = self._run(context, lambda shard: shard.lookup(ids, wire_dtype))
-                return tensor_codec.encode_rows(pb.LookupResponse, wire_dtype, rows)
+                reply = tensor_codec.ReplyMessage(pb.LookupResponse, wire_dtype)
+                self._run(context, lambda shard: shard.lookup(ids, wire_dtype, reply))
+                return reply.message
 
 
 def _dims(shard: Shard) -> dict[str, int]:

@@ -18,7 +18,7 @@ from embedding_server.shard import ShardGradients
 from embedding_server.spec import MAX_DIM
 from embedding_server.store import WIRE_NUMPY, Identity, Rows, WireDtype
 from frostline.v1 import embedding_pb2 as pb
-from services.message_frames import as_array, frame, unframe, view
+from services.message_frames import as_array, frame, reserve, unframe, view
 
 #: most bytes of row_ids, flags and values in one message; larger calls go in parts
 MAX_PAYLOAD_BYTES = 64 << 20
@@ -122,7 +122,7 @@ def encode_pull(
         wire_dtype=WIRE_ENUM[wire_dtype],
         tables=[pb.TableIds(table=name, num_rows=len(row_ids)) for name, row_ids in ids.items()],
     )
-    return frame(header, [(_PULL_ROW_IDS, list(ids.values()))])
+    return frame(header, {_PULL_ROW_IDS: list(ids.values())})
 
 
 def decode_pull(data: bytes) -> PullCall:
@@ -140,7 +140,7 @@ def encode_lookup(wire_dtype: WireDtype, ids: Mapping[str, np.ndarray]) -> bytes
         wire_dtype=WIRE_ENUM[wire_dtype],
         tables=[pb.TableIds(table=name, num_rows=len(row_ids)) for name, row_ids in ids.items()],
     )
-    return frame(header, [(_LOOKUP_ROW_IDS, list(ids.values()))])
+    return frame(header, {_LOOKUP_ROW_IDS: list(ids.values())})
 
 
 def decode_lookup(data: bytes) -> tuple[WireDtype, dict[str, np.ndarray]]:
@@ -193,11 +193,11 @@ def encode_push(
     )
     tables = gradients.values()
     defaults = [table.default_gradient for table in tables if table.default_gradient is not None]
-    bulk = [
-        (_PUSH_ROW_IDS, [table.row_ids for table in tables]),
-        (_PUSH_DEFAULTS, defaults),
-        (_PUSH_VALUES, [table.values for table in tables]),
-    ]
+    bulk = {
+        _PUSH_ROW_IDS: [table.row_ids for table in tables],
+        _PUSH_DEFAULTS: defaults,
+        _PUSH_VALUES: [table.values for table in tables],
+    }
     return frame(header, bulk, aligned=_PUSH_VALUES)
 
 
@@ -242,22 +242,34 @@ def _check_values(
 # --- replies ---------------------------------------------------------------------------------------------------------
 
 
-def encode_rows(
-    cls: type[pb.PullResponse] | type[pb.LookupResponse], wire_dtype: WireDtype, rows: Mapping[str, Rows]
-) -> bytes:
-    """A PullResponse or LookupResponse."""
-    header = cls(
-        wire_dtype=WIRE_ENUM[wire_dtype],
-        tables=[
-            pb.TableRows(table=name, num_rows=len(table.flags), dim=table.values.shape[1])
-            for name, table in rows.items()
-        ],
-    )
-    bulk = [
-        (_REPLY_FLAGS, [table.flags for table in rows.values()]),
-        (_REPLY_VALUES, [table.values for table in rows.values()]),
-    ]
-    return frame(header, bulk, aligned=_REPLY_VALUES)
+class ReplyMessage:
+    """A PullResponse or LookupResponse that the shard writes its rows into: a ReplyBuffers of store.py."""
+
+    def __init__(self, cls: type[RowsReply], wire_dtype: WireDtype) -> None:
+        self._cls = cls
+        self._wire_dtype = wire_dtype
+        self._message = b""
+
+    def __call__(
+        self, names: Sequence[str], num_rows: Sequence[int], dims: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        header = self._cls(
+            wire_dtype=WIRE_ENUM[self._wire_dtype],
+            tables=[
+                pb.TableRows(table=name, num_rows=rows, dim=dim)
+                for name, rows, dim in zip(names, num_rows, dims, strict=True)
+            ],
+        )
+        dtype = WIRE_NUMPY[self._wire_dtype]
+        num_values = sum(rows * dim for rows, dim in zip(num_rows, dims, strict=True))
+        sizes = {_REPLY_FLAGS: sum(num_rows), _REPLY_VALUES: num_values * dtype.itemsize}
+        self._message, fields = reserve(header, sizes, aligned=_REPLY_VALUES)
+        return fields[_REPLY_FLAGS], fields[_REPLY_VALUES].view(dtype)
+
+    @property
+    def message(self) -> bytes:
+        """The whole message, once the shard has written the rows."""
+        return self._message
 
 
 def decode_rows(cls: type[RowsReply], data: bytes) -> dict[str, Rows]:
