@@ -8,6 +8,7 @@ DistributedModelParallel, table-wise sharding over the ranks.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,19 +80,6 @@ def dense_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [p for name, p in model.named_parameters() if "embedding_bag_collection" not in name]
 
 
-def train_step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, samples: Samples, precision: Precision
-) -> torch.Tensor:
-    """One forward, backward and dense update; the same code for every contestant."""
-    optimizer.zero_grad(set_to_none=True)
-    with precision.context():
-        logits = model(samples.dense, samples.sparse)
-    loss = binary_cross_entropy_with_logits(logits.float().reshape(-1), samples.labels)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
 class FixedCollection(torch.nn.Module):
     """Stands in for the embeddings in `dense_alone`: gives the same pooled values for free, takes their gradient."""
 
@@ -144,31 +132,28 @@ def torchrec_model(config: dict[str, Any], rank: int, size: int, store_file: str
     return DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=[sharder])
 
 
-#: dense layers of a rival: those that our default precision picks, or torch's as they come
-DENSE_KINDS = ("same", "as_shipped")
-
-
 class DenseSide:
-    """The dense half of a contestant: its precision, its layers, its optimizer."""
+    """A model with its precision and its dense optimizer. dense: same (our default) or as_shipped (torch's own)."""
 
     def __init__(self, model: torch.nn.Module, dense: str) -> None:
-        self.precision = choose_precision("auto") if dense == "same" else Precision("float32")
+        self._precision = Precision("float32")
         if dense == "same":
-            self.precision.prepare(model)
-        self.model = model
-        self.optimizer = torch.optim.SGD(dense_parameters(model), lr=LEARNING_RATE)
+            self._precision = choose_precision("auto")
+            self._precision.prepare(model)
+        self._precision.activate()
+        self._model = model
+        self._optimizer = torch.optim.SGD(dense_parameters(model), lr=LEARNING_RATE)
 
     def step(self, samples: Samples) -> torch.Tensor:
-        return train_step(self.model, self.optimizer, samples, self.precision)
+        """One forward, backward and dense update; the same code for every contestant. Returns the loss."""
+        self._optimizer.zero_grad(set_to_none=True)
+        with self._precision.context():
+            logits = self._model(samples.dense, samples.sparse)
+        loss = binary_cross_entropy_with_logits(logits.float().reshape(-1), samples.labels)
+        loss.backward()
+        self._optimizer.step()
+        return loss.detach()
 
-
-class TorchRecRival:
-    """One rank of TorchRec with its own dense layers or with ours."""
-
-    def __init__(self, config: dict[str, Any], dense: str, rank: int, size: int, store_file: str) -> None:
-        self._side = DenseSide(torchrec_model(config, rank, size, store_file), dense)
-
-    def train(self, samples: list[Samples], steps: int) -> None:
-        self._side.precision.activate()
-        for i in range(steps):
-            self._side.step(samples[i % len(samples)])
+    def train(self, samples: Iterator[Samples]) -> None:
+        for batch in samples:
+            self.step(batch)

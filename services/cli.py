@@ -7,6 +7,7 @@ with --json; what people read goes to standard error then.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,8 @@ def train(
         from trainer.job import load_job
 
         set_environment()
+        # torchrec 1.8 makes torch warn there on import, about a function that it means to use
+        logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: False)
         job = load_job(job_file, settings or [])
         document = _train(job, console)
     if as_json:

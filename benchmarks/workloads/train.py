@@ -24,20 +24,20 @@ def _case(name: str, batch_size: int, is_multihot: bool, wire_dtype: str) -> Cas
         "policy": "idle",
     }
     rivals = {
-        "torchrec_1_rank_same_dense": partial(train.run_one_rank, dense="same"),
-        "torchrec_1_rank_as_shipped": partial(train.run_one_rank, dense="as_shipped"),
-        "torchrec_2_ranks_same_dense": partial(train.run_two_ranks, dense="same"),
-        "torchrec_2_ranks_as_shipped": partial(train.run_two_ranks, dense="as_shipped"),
+        "torchrec_1_rank_same_dense": partial(train.run, contestant="torchrec_1_same"),
+        "torchrec_1_rank_as_shipped": partial(train.run, contestant="torchrec_1_as_shipped"),
+        "torchrec_2_ranks_same_dense": partial(train.run, contestant="torchrec_2_same"),
+        "torchrec_2_ranks_as_shipped": partial(train.run, contestant="torchrec_2_as_shipped"),
     }
     controls = {
-        "dense_alone": partial(train.run_dense_alone, dense="same"),
-        "dense_alone_as_shipped": partial(train.run_dense_alone, dense="as_shipped"),
+        "dense_alone": partial(train.run, contestant="frostline", what="dense_alone"),
+        "dense_alone_as_shipped": partial(train.run, contestant="torchrec_1_as_shipped", what="dense_alone"),
     }
     return Case(
         name=name,
         config=config,
         unit="ms",
-        ours=train.run_ours,
+        ours=partial(train.run, contestant="frostline"),
         rivals=rivals,
         controls=controls,
         net_of={
