@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 
@@ -21,10 +22,11 @@ def check_ids(name: str, routed: RoutedIds, num_shards: int) -> None:
         )
     if not row_ids.flags.c_contiguous:
         raise InvalidInput(f"table {name!r}: row_ids must be contiguous; copy them with np.ascontiguousarray")
-    fits = len(offsets) == num_shards + 1 and offsets[0] == 0 and offsets[-1] == len(row_ids)
-    if not fits or (np.diff(offsets) < 0).any():
+    bounds = offsets.tolist()
+    fits = len(bounds) == num_shards + 1 and bounds[0] == 0 and bounds[-1] == len(row_ids)
+    if not fits or any(a > b for a, b in pairwise(bounds)):
         raise InvalidInput(
-            f"table {name!r}: shard_offsets={list(offsets[:8])} must be {num_shards + 1} rising numbers from 0 to "
+            f"table {name!r}: shard_offsets={bounds[:8]} must be {num_shards + 1} rising numbers from 0 to "
             f"{len(row_ids)}, the number of row_ids; make them with dedup_route"
         )
 

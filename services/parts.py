@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from embedding_server.errors import InvalidInput
 from services.tensor_codec import MAX_PARTS, MAX_PAYLOAD_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Rows start to stop of a table, as positions in the caller's arrays."""
 
     table: str
@@ -25,6 +24,9 @@ def split(
 
     A piece without rows stays. Raises InvalidInput beyond `max_parts` messages.
     """
+    rows = list(rows)
+    if sum((piece.stop - piece.start) * row_bytes for piece, row_bytes in rows) <= limit_bytes:
+        return [[piece for piece, _ in rows]]
     messages: list[list[Piece]] = [[]]
     room = limit_bytes
     for piece, row_bytes in rows:

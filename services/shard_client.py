@@ -202,7 +202,7 @@ class RemoteStore(EmbeddingStore):
             sent = [shard for shard, plan in enumerate(plans) if part < len(plan)]
             requests = []
             for shard in sent:
-                pieces = _push_pieces(gradients, plans[shard][part])
+                pieces = _push_pieces(gradients, plans[shard], part)
                 message = tensor_codec.encode_push(who, step, wire, pieces, part, len(plans[shard]))
                 requests.append((self._channels[shard], message))
             for shard, reply in zip(sent, call_all("EmbeddingShard/Push", requests), strict=True):
@@ -320,13 +320,16 @@ def _slices(ids: Mapping[str, RoutedIds], pieces: list[Piece]) -> dict[str, np.n
     return {piece.table: ids[piece.table].row_ids[piece.start : piece.stop] for piece in pieces}
 
 
-def _push_pieces(gradients: Mapping[str, TableGradients], pieces: list[Piece]) -> dict[str, ShardGradients]:
+def _push_pieces(
+    gradients: Mapping[str, TableGradients], plan: list[list[Piece]], part: int
+) -> dict[str, ShardGradients]:
     """The gradients of one message. A default gradient goes with the table's first rows on the shard."""
+    # A table that began in an earlier part was its last one.
+    begun = plan[part - 1][-1].table if part and plan[part - 1] else None
     tables = {}
-    for piece in pieces:
+    for piece in plan[part]:
         table = gradients[piece.table]
-        is_first = piece.start in table.ids.shard_offsets
-        default = table.default_gradient if is_first else None
+        default = table.default_gradient if piece.table != begun else None
         rows = slice(piece.start, piece.stop)
         tables[piece.table] = ShardGradients(table.ids.row_ids[rows], table.values[rows], table.learning_rate, default)
     return tables
