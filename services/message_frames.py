@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
-from math import prod
 from typing import TypeVar
 
 import numpy as np
@@ -174,7 +173,7 @@ def as_array(data: bytes) -> np.ndarray:
     return np.asarray(_Writable(data)) if data else np.empty(0, np.uint8)
 
 
-def view(base: np.ndarray, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Part of a message as an array of `shape`; copied only if it lies unaligned (numba wants aligned arrays)."""
-    view = base[offset : offset + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
-    return view if view.flags.aligned else view.copy()
+def view(base: np.ndarray, offset: int, count: int, dtype: np.dtype) -> np.ndarray:
+    """`count` values of a message from `offset`, flat; copied only if unaligned, which numba cannot take."""
+    values = base[offset : offset + count * dtype.itemsize].view(dtype)
+    return values if values.flags.aligned else values.copy()

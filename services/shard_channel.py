@@ -8,7 +8,7 @@ shard asks for, and DEADLINE_EXCEEDED of one try (it waits for other workers), u
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
@@ -145,15 +145,23 @@ class ShardChannel:
         self._channel.close()
 
 
-def call_all(method: str, requests: list[tuple[ShardChannel, bytes]]) -> list[bytes]:
-    """One call to each channel, all at once; the replies in the same order. Raises the first error."""
+def call_each(method: str, requests: Sequence[tuple[ShardChannel, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """One call to each channel, all at once; yields (number of the request, reply), the last request's first.
+
+    Raises the first error. What the caller does with a reply overlaps the calls still under way.
+    """
     calls = [PendingCall(channel, method, request) for channel, request in requests]
     try:
         for call in calls[:-1]:
             call.start()
-        last = [call.result() for call in calls[-1:]]
-        return [call.result() for call in calls[:-1]] + last
-    except BaseException:
+        for number in reversed(range(len(calls))):
+            yield number, calls[number].result()
+    finally:
         for call in calls:
-            call.cancel()
-        raise
+            call.cancel()  # no effect on those that have ended
+
+
+def call_all(method: str, requests: Sequence[tuple[ShardChannel, bytes]]) -> list[bytes]:
+    """One call to each channel, all at once; the replies in the same order. Raises the first error."""
+    replies = dict(call_each(method, requests))
+    return [replies[number] for number in range(len(requests))]

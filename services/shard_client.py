@@ -43,7 +43,7 @@ from frostline.v1 import embedding_pb2 as pb
 from services import tensor_codec
 from services.batch_checks import check_gradients, check_ids
 from services.parts import Piece, split
-from services.shard_channel import CallTimes, ShardChannel, call_all
+from services.shard_channel import CallTimes, ShardChannel, call_all, call_each
 
 #: attempts to find an epoch above that of a competing worker group
 MAX_EPOCH_ATTEMPTS = 5
@@ -184,7 +184,8 @@ class RemoteStore(EmbeddingStore):
         for part in range(max(map(len, plans))):
             sent = [(shard, plan[part], len(plan)) for shard, plan in enumerate(plans) if part < len(plan)]
             requests = [(self._channels[shard], encode(pieces, part, num)) for shard, pieces, num in sent]
-            for (_, pieces, _), reply in zip(sent, call_all(method, requests), strict=True):
+            for number, reply in call_each(method, requests):
+                pieces = sent[number][1]
                 got = _checked_rows(cls, reply, pieces)
                 for piece in pieces:
                     rows[piece.table].values[piece.start : piece.stop] = got[piece.table].values

@@ -207,36 +207,42 @@ def decode_push(data: bytes) -> PushCall:
     num_parts = _check_part("Push", header.part, header.num_parts)
     wire = wire_name("Push", header.wire_dtype)
     ids = _decode_ids("Push", data, header.tables, found.get(_PUSH_ROW_IDS, _ABSENT))
-    base = as_array(data)
-    values_at = _check_values("Push", header.tables, found.get(_PUSH_VALUES, _ABSENT), WIRE_NUMPY[wire].itemsize)
+    values = _decode_values("Push", data, header.tables, found.get(_PUSH_VALUES, _ABSENT), WIRE_NUMPY[wire])
     defaults_at, defaults_size = found.get(_PUSH_DEFAULTS, _ABSENT)
     num_defaults = sum(entry.dim for entry in header.tables if entry.has_default_gradient)
     _check_size("Push", "default_gradients", defaults_size, 4 * num_defaults, "dim x 4 for each table that has one")
     gradients: dict[str, ShardGradients] = {}
-    for entry in header.tables:
-        values = view(base, values_at, (entry.num_rows, entry.dim), WIRE_NUMPY[wire])
-        values_at += values.nbytes
+    for entry, of_table in zip(header.tables, values, strict=True):
         default = None
         if entry.has_default_gradient:
             default = np.frombuffer(data, np.float32, entry.dim, defaults_at).copy()
             defaults_at += default.nbytes
-        gradients[entry.table] = ShardGradients(ids[entry.table], values, entry.learning_rate, default)
+        gradients[entry.table] = ShardGradients(ids[entry.table], of_table, entry.learning_rate, default)
     return PushCall(_identity(header.caller), header.step, header.part, num_parts, wire, gradients)
 
 
-def _check_values(
-    call: str, tables: Sequence[pb.TableGradients] | Sequence[pb.TableRows], place: tuple[int, int], itemsize: int
-) -> int:
-    """Offset of the values in the message."""
+def _decode_values(
+    call: str,
+    data: bytes,
+    tables: Sequence[pb.TableGradients] | Sequence[pb.TableRows],
+    place: tuple[int, int],
+    dtype: np.dtype,
+) -> list[np.ndarray]:
+    """[n, D] of each table."""
     offset, size = place
     for entry in tables:
         if not 0 < entry.dim <= MAX_DIM:
-            raise InvalidInput(
-                f"{call}: table {entry.table!r}: dim={entry.dim} must be 1 to {MAX_DIM}; send the table's dim"
-            )
+            name = entry.table
+            raise InvalidInput(f"{call}: table {name!r}: dim={entry.dim} must be 1 to {MAX_DIM}; send the table's dim")
     total = sum(entry.num_rows * entry.dim for entry in tables)
-    _check_size(call, "values", size, total * itemsize, f"{total} values (rows x dim) x {itemsize}")
-    return offset
+    _check_size(call, "values", size, total * dtype.itemsize, f"{total} values (rows x dim) x {dtype.itemsize}")
+    values = view(as_array(data), offset, total, dtype)
+    arrays, at = [], 0
+    for entry in tables:
+        rows, dim = entry.num_rows, entry.dim
+        arrays.append(values[at : at + rows * dim].reshape(rows, dim))
+        at += rows * dim
+    return arrays
 
 
 # --- replies ---------------------------------------------------------------------------------------------------------
@@ -280,12 +286,10 @@ def decode_rows(cls: type[RowsReply], data: bytes) -> dict[str, Rows]:
     total = sum(entry.num_rows for entry in header.tables)
     flags_at, flags_size = found.get(_REPLY_FLAGS, _ABSENT)
     _check_size(call, "flags", flags_size, total, f"{total} rows x 1")
-    values_at = _check_values(call, header.tables, found.get(_REPLY_VALUES, _ABSENT), dtype.itemsize)
+    values = _decode_values(call, data, header.tables, found.get(_REPLY_VALUES, _ABSENT), dtype)
     base = as_array(data)
     rows: dict[str, Rows] = {}
-    for entry in header.tables:
-        values = view(base, values_at, (entry.num_rows, entry.dim), dtype)
-        rows[entry.table] = Rows(values, base[flags_at : flags_at + entry.num_rows])
-        values_at += values.nbytes
+    for entry, of_table in zip(header.tables, values, strict=True):
+        rows[entry.table] = Rows(of_table, base[flags_at : flags_at + entry.num_rows])
         flags_at += entry.num_rows
     return rows
