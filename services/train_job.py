@@ -37,11 +37,12 @@ class JobFailed(FrostlineError):
 
 def run_job(job: Job, show: Show, say: Say) -> dict[str, ArmSummary]:
     """Trains every arm. Writes <output_dir>/<name>/: job.json, summary.json after each arm; by arm the shards' logs and
-    TensorBoard's files."""
+    TensorBoard's files. Those of an earlier run of this name are replaced."""
     arms = job.arm_jobs()
     check_arms(arms)
     folder = job.trainer.output_dir / job.name
     folder.mkdir(parents=True, exist_ok=True)
+    _clear(folder, arms)
     (folder / "job.json").write_text(resolved_json(job) + "\n", encoding="utf-8")
     results: dict[str, ArmSummary] = {}
     with _workers(arms, folder, say) as ray:
@@ -49,6 +50,15 @@ def run_job(job: Job, show: Show, say: Say) -> dict[str, ArmSummary]:
             results[arm] = run_arm(arm_job, arm, folder, ray, show, say)
             write_summary(folder / "summary.json", results)
     return results
+
+
+def _clear(folder: Path, arms: Mapping[str, Job]) -> None:
+    """Removes an earlier run's results, which would pass for this one's should it fail, and mix with its curves."""
+    (folder / "summary.json").unlink(missing_ok=True)
+    for arm in arms:
+        for pattern in ("events.out.tfevents.*", "shard-*.log"):
+            for path in (folder / arm).glob(pattern):
+                path.unlink(missing_ok=True)
 
 
 def bias_only(job: Job) -> Metrics | None:

@@ -148,6 +148,17 @@ def test_a_shard_that_is_killed_fails_the_job_and_is_named(ray, tmp_path, monkey
     assert all(process.poll() is not None for process in started[0].processes)
 
 
+def test_an_earlier_run_of_the_name_leaves_nothing_behind(tmp_path):
+    job = job_of(tmp_path, servers={"store": "inproc"}, trainer={"workers": 1, "max_steps": 2})
+    run_job(job, quiet, quiet)
+    run_job(job, quiet, quiet)
+    assert len(list((tmp_path / "tiny" / "main").glob("events.out.tfevents.*"))) == 1
+    broken = job_of(tmp_path, servers={"store": "inproc"}, trainer={"workers": 1}, model={"kind": "no_such:factory"})
+    with pytest.raises(InvalidInput, match="no_such"):
+        run_job(broken, quiet, quiet)
+    assert not (tmp_path / "tiny" / "summary.json").exists()
+
+
 def test_external_shards_serve_one_arm_only(tmp_path):
     job = job_of(
         tmp_path,
