@@ -259,7 +259,10 @@ class Shard:
                     job.waiting_pulls.remove(entry)
                 elif job.steps.may_pull(step):
                     job.waiting_pulls.remove(entry)
-                    run()
+                    try:
+                        run()
+                    except Exception as error:  # it belongs to this Pull, not to the call that let it run
+                        _fail(future, error)
                     progressed = True
 
     # Push -------------------------------------------------------------------------------------------------------------
@@ -554,6 +557,6 @@ def _complete(future: Future[PushAck], ack: PushAck) -> None:
         future.set_result(ack)
 
 
-def _fail(future: Future[Any], error: FrostlineError) -> None:
+def _fail(future: Future[Any], error: Exception) -> None:
     if not future.cancelled():
         future.set_exception(error)

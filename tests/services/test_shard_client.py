@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from embedding_server.errors import FencedEpoch, InvalidInput, StepGap, StoreUnavailable, TableConflict, UnknownTable
+from embedding_server.errors import (
+    FencedEpoch,
+    InvalidInput,
+    NotReady,
+    StepGap,
+    StoreUnavailable,
+    TableConflict,
+    UnknownTable,
+)
 from embedding_server.inproc import InprocStore
 from embedding_server.kernels.routing import dedup_route
 from embedding_server.kernels.wire import from_float32
@@ -397,3 +405,23 @@ def test_a_pull_above_the_message_limit_goes_in_parts(connect: Callable[..., Rem
     assert ack.rows_applied == 6000
     store.close()
     server.stop(0.5)
+
+
+def test_a_shard_that_lost_its_rows_is_noticed_before_an_epoch_begins(serve: Serve) -> None:
+    first, second = serve(2)
+    store = RemoteStore([first, second], times=FAST)
+    store.create_tables(SPECS)
+    who = Identity("job", store.begin_epoch("job", 1, "sync").epoch, 0)
+    for step in (1, 2, 3):
+        store.pull(who, step, {})
+        store.push(who, step, {})
+    store.close()
+    fresh = ShardServer(Shard(buckets=owned_buckets(1, 2), memory_limit_bytes=64 << 20, backend="cpu"))
+    try:
+        restarted = RemoteStore([first, fresh.start()], times=FAST)
+        restarted.create_tables(SPECS)
+        with pytest.raises(NotReady, match="at step 0 while another shard is at step 3.*restarted without its rows"):
+            restarted.begin_epoch("job", 1, "sync")
+        restarted.close()
+    finally:
+        fresh.stop()
