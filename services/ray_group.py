@@ -186,7 +186,7 @@ def ray_group(workers: int, storage: Path) -> Iterator[RayGroup]:
     else:
         ray.init(address=address, runtime_env={"env_vars": worker.ENVIRONMENT}, **common)
     try:
-        _check_resources(workers, ray.cluster_resources().get("CPU", 0.0))
+        check_resources(workers, ray.cluster_resources().get("CPU", 0.0))
         board = ray.remote(num_cpus=0)(Board).remote()
         storage.mkdir(parents=True, exist_ok=True)
         yield RayGroup(workers, storage, board)
@@ -195,7 +195,7 @@ def ray_group(workers: int, storage: Path) -> Iterator[RayGroup]:
             ray.shutdown()
 
 
-def _check_resources(workers: int, cpus: float) -> None:
+def check_resources(workers: int, cpus: float) -> None:
     """Ray would wait for ever."""
     if cpus < workers:
         raise InvalidInput(

@@ -11,6 +11,7 @@ A worker that raises or dies, and a shard that ends, fail the job: JobFailed say
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -72,7 +73,7 @@ def bias_only(job: Job) -> Metrics | None:
     if not job.data.has_split("test"):
         return None
     reader = open_reader(job, "train")
-    return bias_metrics(reader, open_reader(job, "test"), reader.schema)
+    return bias_metrics(itertools.islice(reader, job.trainer.max_steps), open_reader(job, "test"), reader.schema)
 
 
 def check_arms(arms: Mapping[str, Job]) -> None:

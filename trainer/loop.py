@@ -18,6 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
+from embedding_server.errors import InvalidInput
 from embedding_server.policy import compute_frostline
 from embedding_server.store import EmbeddingStore, EpochInfo, Identity, WireStats
 from trainer.data.batch import Batch, Reader
@@ -27,7 +28,7 @@ from trainer.embedding import FrostlineEmbeddingBagCollection
 from trainer.evaluation import evaluate
 from trainer.group import Group
 from trainer.job import Job, steps_of, table_specs
-from trainer.lr_schedule import Schedule, schedule_in_steps
+from trainer.lr_schedule import LearningRate, Schedule, schedule_in_steps
 from trainer.metrics import Metrics
 from trainer.models import build_model, logits_of
 from trainer.pipeline import Pipeline
@@ -153,7 +154,6 @@ def build_run(job: Job, store: EmbeddingStore, group: Group) -> Run:
     if group.size > 1:
         model = DistributedDataParallel(model, broadcast_buffers=False)
     total = _total_steps(job, reader)
-    trainer = job.trainer
     return Run(
         job=job,
         group=group,
@@ -164,8 +164,8 @@ def build_run(job: Job, store: EmbeddingStore, group: Group) -> Run:
         rows=rows,
         model=model,
         optimizer=build_optimizer(job, model),
-        row_rate=schedule_in_steps(job.embedding.learning_rate, trainer.batch_size, total),
-        dense_rate=schedule_in_steps(trainer.dense_optimizer.learning_rate, trainer.batch_size, total),
+        row_rate=build_schedule(job, "embedding", job.embedding.learning_rate, total),
+        dense_rate=build_schedule(job, "trainer.dense_optimizer", job.trainer.dense_optimizer.learning_rate, total),
         precision=precision,
         total_steps=total,
         reselect_every=_reselect_every(job, store),
@@ -197,6 +197,13 @@ def build_rows(
     ]
     specs = {spec.name: spec for spec in table_specs(job, tables)}
     return FrostlineEmbeddingBagCollection(configs, store, specs=specs, identity=who, last_step=last_step)
+
+
+def build_schedule(job: Job, section: str, rate: LearningRate, total_steps: int | None) -> Schedule:
+    try:
+        return schedule_in_steps(rate, job.trainer.batch_size, total_steps)
+    except ValueError as error:
+        raise InvalidInput(f"{section}.learning_rate: {error}") from None
 
 
 def build_optimizer(job: Job, model: torch.nn.Module) -> torch.optim.Optimizer:

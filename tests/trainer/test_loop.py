@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from embedding_server.errors import InvalidInput
 from embedding_server.inproc import InprocStore
 from embedding_server.store import EmbeddingStore, Identity
 from trainer.group import Group
@@ -198,6 +199,20 @@ def test_schedules_move_both_learning_rates(tmp_path):
         train(run_parts, log)
     assert run_parts.optimizer.param_groups[0]["lr"] == 0.0
     store.close()
+
+
+def test_a_decay_without_an_end_is_refused_with_its_key(tmp_path):
+    path = tmp_path / "samples.tsv"
+    path.write_text("1\t" + "\t".join(["3"] * 13 + ["0a1b2c3d"] * 26) + "\n")
+    job = make_job(
+        {
+            **BASE,
+            "data": {"reader": "criteo_tsv", "train": [str(path)]},
+            "embedding": {"dim": 8, "learning_rate": {"base": 0.1, "decay": "linear"}},
+        }
+    )
+    with pytest.raises(InvalidInput, match=r"embedding\.learning_rate: .*decay_samples"):
+        run(job, tmp_path / "run")
 
 
 def test_a_reader_error_reaches_the_caller(tmp_path):

@@ -1,0 +1,56 @@
+"""What needs no running Ray; tests/integration/test_train_job.py has the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from embedding_server.errors import InvalidInput
+from services.ray_group import MAX_WAITING_REPORTS, Board, check_resources, reason_of
+from services.worker import WorkerFailed
+from trainer.report import Progress
+
+
+class GroupError(RuntimeError):
+    def __init__(self, failures: dict[int, Exception]) -> None:
+        super().__init__("Training failed due to worker errors:\nTraceback ...")
+        self.worker_failures = failures
+
+
+class WorkerHealthCheckFailedError(RuntimeError):
+    """As ray names it."""
+
+
+def test_our_own_error_is_passed_on_without_a_trace():
+    error = GroupError({1: WorkerFailed("InvalidInput: train.tsv row 7: label 'x'")})
+    assert reason_of(error) == "worker 1 failed: InvalidInput: train.tsv row 7: label 'x'"
+
+
+def test_every_failed_worker_is_named():
+    error = GroupError(
+        {2: ValueError("second\nline"), 0: WorkerHealthCheckFailedError("A worker health check failed.")}
+    )
+    first, second = reason_of(error).split("; worker 2 ")
+    assert first.startswith("worker 0 died: killed, out of memory, or a crash")
+    assert second.startswith("failed: ValueError: second; see the logs in ")
+
+
+def test_a_dead_actor_is_a_dead_worker():
+    error = RuntimeError(
+        "Training failed due to controller error:\nThe actor died unexpectedly before finishing this task."
+    )
+    assert reason_of(error).startswith("a worker died")
+
+
+def test_a_cluster_with_too_few_cpus_is_refused_at_once():
+    with pytest.raises(InvalidInput, match=r"trainer\.workers=4 needs as many CPUs, and the Ray cluster has 2"):
+        check_resources(4, 2.0)
+    check_resources(2, 2.0)
+
+
+def test_the_board_gives_each_report_once_and_keeps_the_newest():
+    board = Board()
+    for step in range(MAX_WAITING_REPORTS + 5):
+        board.post(Progress("main", step, None, 1.0, 1.0, 1.0, 0.5))
+    reports = board.take()
+    assert (len(reports), reports[0].step, reports[-1].step) == (MAX_WAITING_REPORTS, 5, MAX_WAITING_REPORTS + 4)
+    assert board.take() == []
