@@ -1,6 +1,7 @@
-"""Reads of all tables of a request: hot rows in one kernel call for all tables, the other rows table by table.
+"""Pull, Push and look-up of all tables of a request: hot rows in one kernel call, others table by table.
 
-    find and visit (one kernel)  ->  cold rows: admit, thaw (table.py)  ->  gather hot (one kernel)  ->  read the rest
+    read    find and visit (one kernel) -> cold rows: admit, thaw (table.py) -> gather hot (one kernel) -> the rest
+    apply   slots (from the Pull, or the index) -> update (one kernel)
 
 A hot row costs about 80 ns here; what Python does for a table, 5 us. With 26 tables and 2,400 rows each that is half of
 what a call per table and kind of work took.
@@ -10,21 +11,38 @@ Thread safety: none; it belongs to the thread that owns the shard. Inside a call
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from embedding_server import heat
-from embedding_server.hot_rows import ReservedHotRows
+from embedding_server.hot_rows import CpuHotRows, ReservedHotRows, kernel_constants, kernel_rate
 from embedding_server.index import FROZEN_BIT
 from embedding_server.kernels import tables as kernels
+from embedding_server.kernels import updates as update_kernels
+from embedding_server.kernels.updates import make_sums
+from embedding_server.kernels.visits import has_duplicates
 from embedding_server.kernels.wire import MODES, wire_view
-from embedding_server.store import WIRE_NUMPY, ReplyBuffers, Rows, WireDtype
-from embedding_server.table import Table
+from embedding_server.store import WIRE_NUMPY, PlacedRows, ReplyBuffers, Rows, RowSums, WireDtype
+from embedding_server.table import Table, sum_by_row
 from embedding_server.table_threads import TableThreads
 
 _NO_CODES = np.zeros(0)
+_NO_COPIES = np.zeros((0, 0), np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one optimizer step does to the hot rows of one table: gradients of n rows, as values or as sums."""
+
+    table: Table
+    row_ids: np.ndarray  # int64[n]; a repeated one is summed first
+    values: np.ndarray  # [n, D] of WIRE_NUMPY[wire_dtype]; not looked at if there are sums
+    wire_dtype: WireDtype
+    learning_rate: float
+    sums: RowSums | None = None
 
 
 @dataclass(slots=True)
@@ -55,7 +73,8 @@ class HotPath:
         self._numbers: dict[str, int] = {}
         self._tables: dict[str, Table] = {}
         self._half_lives = np.zeros(0)
-        self._all_reserved = True
+        self._constants = np.zeros((0, 3), np.float32)
+        self._all_reserved = self._all_cpu = True
         self._threads = threads
 
     def add(self, table: Table) -> None:
@@ -65,11 +84,35 @@ class HotPath:
         self._directory = np.concatenate([self._directory, table.directory_row()[None]])
         self._half_lives = np.append(self._half_lives, table.spec.policy.half_life_steps)
         self._all_reserved = self._all_reserved and isinstance(table.hot, ReservedHotRows)
+        self._all_cpu = self._all_cpu and isinstance(table.hot, CpuHotRows)
+        self._constants = np.concatenate([self._constants, kernel_constants(table.spec.optimizer)[None]])
 
     def pull(
         self, ids: Mapping[str, np.ndarray], step: int, wire_dtype: WireDtype, buffers: ReplyBuffers | None = None
     ) -> dict[str, Rows]:
         """Training read at `step`: counts the visit, admits new rows, thaws (policy idle)."""
+        return self._gather(ids, *self._visit(ids, step), wire_dtype, buffers, always_default=True)
+
+    def pull_in_place(self, ids: Mapping[str, np.ndarray], step: int) -> dict[str, PlacedRows]:
+        """As pull; the addresses hold until the next call of anything here or of a table. Only if is_in_place."""
+        return self._place(ids, *self._visit(ids, step))
+
+    def read(
+        self,
+        ids: Mapping[str, np.ndarray],
+        wire_dtype: WireDtype,
+        buffers: ReplyBuffers | None = None,
+        *,
+        always_default: bool,
+    ) -> dict[str, Rows]:
+        """Read without any effect. Unknown row_ids: default row if always_default or min_count > 1, else zeros."""
+        return self._gather(ids, *self._look(ids), wire_dtype, buffers, always_default=always_default)
+
+    def read_in_place(self, ids: Mapping[str, np.ndarray]) -> dict[str, PlacedRows]:
+        """As read with always_default, and as pull_in_place."""
+        return self._place(ids, *self._look(ids))
+
+    def _visit(self, ids: Mapping[str, np.ndarray], step: int) -> tuple[_Request, dict[int, _Cold]]:
         request = self._find(ids, step)
         left: dict[int, _Cold] = {}
         for k in np.flatnonzero(request.cold).tolist():
@@ -81,24 +124,72 @@ class HotPath:
                 table.remember(request.row_ids[k], request.slots[request.starts[k] : request.starts[k + 1]])
             else:
                 table.rows_default_reads += int((left[k].entries == 0).sum())
-        return self._gather(ids, request, left, wire_dtype, buffers, always_default=True)
+        return request, left
 
-    def read(
-        self,
-        ids: Mapping[str, np.ndarray],
-        wire_dtype: WireDtype,
-        buffers: ReplyBuffers | None = None,
-        *,
-        always_default: bool,
-    ) -> dict[str, Rows]:
-        """Read without any effect. Unknown row_ids: default row if always_default or min_count > 1, else zeros."""
+    def _look(self, ids: Mapping[str, np.ndarray]) -> tuple[_Request, dict[int, _Cold]]:
         request = self._find(ids, None)
         left = {}
         for k in np.flatnonzero(request.cold).tolist():
             positions = np.flatnonzero(self._slots(request, k) < 0)
             entries, locations, _, _ = request.tables[k].index.locate(request.row_ids[k][positions])
             left[k] = _Cold(positions.astype(np.int32), entries, locations)
-        return self._gather(ids, request, left, wire_dtype, buffers, always_default=always_default)
+        return request, left
+
+    def apply(self, updates: Sequence[Update], *, scale: float, step: int) -> tuple[int, int]:
+        """One optimizer step of each table's hot rows, gradients times scale. (rows applied, rows ignored)."""
+        ready: list[tuple[Update, np.ndarray]] = []
+        total = ignored = 0
+        for update in updates:
+            slots = update.table.slots_of_pull(update.row_ids)
+            if slots is None:
+                update = _without_repeats(update)
+                slots, not_hot = update.table.find_slots(update.row_ids)
+                ignored += not_hot
+            total += slots.shape[0]
+            ready.append((update, slots))
+        if self._all_cpu:
+            for dtype in dict.fromkeys(update.wire_dtype for update, _ in ready if update.sums is None):
+                self._apply_values([r for r in ready if r[0].sums is None and r[0].wire_dtype == dtype], scale, step)
+            self._apply_sums([r for r in ready if r[0].sums is not None], scale, step)
+        else:
+            for update, slots in ready:
+                _apply_alone(update, slots, scale, step)
+        return total - ignored, ignored
+
+    def _apply_values(self, ready: list[tuple[Update, np.ndarray]], scale: float, step: int) -> None:
+        mode, like = MODES[ready[0][0].wire_dtype], wire_view(ready[0][0].values).reshape(-1)[:0]
+        values = [np.ascontiguousarray(update.values) for update, _ in ready]
+        arguments = self._update_arguments(ready, scale, step)
+        addresses = _addresses(values)
+        self._threads.run_parts(
+            lambda part, parts: update_kernels.apply_values(*arguments, addresses, like, mode, part, parts)
+        )
+
+    def _apply_sums(self, ready: list[tuple[Update, np.ndarray]], scale: float, step: int) -> None:
+        sums = np.zeros((len(ready), update_kernels.SUMS_COLUMNS), np.int64)
+        for k, (update, _) in enumerate(ready):
+            s = update.sums
+            assert s is not None
+            arrays = _addresses([s.source, s.positions, s.scales, s.starts, s.rows]).tolist()
+            source, positions, scales, starts, rows = arrays
+            sums[k] = source, positions, s.positions.shape[0], scales, s.scales.shape[0], starts, rows
+        arguments = self._update_arguments(ready, scale, step)
+        self._threads.run_parts(lambda part, parts: update_kernels.apply_sums(*arguments, sums, part, parts))
+
+    def _update_arguments(self, ready: list[tuple[Update, np.ndarray]], scale: float, step: int) -> tuple[Any, ...]:
+        """What both update kernels take first."""
+        tables = [update.table for update, _ in ready]
+        slots = [slots for _, slots in ready]
+        rates = [kernel_rate(update.table.spec.optimizer, update.learning_rate, step) for update, _ in ready]
+        return (
+            self._directory,
+            self._constants,
+            np.array([self._numbers[table.spec.name] for table in tables], np.int64),
+            np.array(rates, np.float32),
+            np.float32(scale),
+            np.array([of_table.shape[0] for of_table in slots], np.int64),
+            _addresses(slots),
+        )
 
     def _find(self, ids: Mapping[str, np.ndarray], step: int | None) -> _Request:
         row_ids = [np.ascontiguousarray(of_table) for of_table in ids.values()]
@@ -108,7 +199,7 @@ class HotPath:
             tables=[self._tables[name] for name in ids],
             row_ids=row_ids,
             numbers=np.array([self._numbers[name] for name in ids], np.int64),
-            addresses=np.array([of_table.__array_interface__["data"][0] for of_table in row_ids], np.int64),
+            addresses=_addresses(row_ids),
             starts=starts,
             slots=np.empty(int(starts[-1]), np.int32),
             cold=np.zeros(len(row_ids), np.int64),
@@ -118,12 +209,12 @@ class HotPath:
             for table in request.tables:
                 table.move_origin_of_heat(step)
             codes = heat.now_codes(step, self._half_lives[request.numbers])
-        self._threads.run(starts, lambda first, last: self._find_tables(request, first, last, step, codes))
+        self._threads.run(np.diff(starts), lambda share: self._find_tables(request, share, step, codes))
         return request
 
-    def _find_tables(self, request: _Request, first: int, last: int, step: int | None, codes: np.ndarray) -> None:
+    def _find_tables(self, request: _Request, share: np.ndarray, step: int | None, codes: np.ndarray) -> None:
         kernels.find_and_visit(
-            self._directory, request.numbers, request.addresses, request.starts, first, last,
+            self._directory, request.numbers, request.addresses, request.starts, share,
             step is not None, step or 0, codes, heat.LOG_TABLE, request.slots, request.cold,
         )  # fmt: skip
 
@@ -133,7 +224,7 @@ class HotPath:
         generation = table.generation
         entries, locations = table.visit_cold(row_ids[positions], step)
         if table.generation != generation:  # rows moved to make room, perhaps some of this request
-            self._find_tables(request, k, k + 1, None, _NO_CODES)
+            self._find_tables(request, np.array([k]), None, _NO_CODES)
         is_hot = (entries != 0) & ((locations & FROZEN_BIT) == 0)
         slots[positions[is_hot]] = locations[is_hot]
         stays = ~is_hot
@@ -161,9 +252,9 @@ class HotPath:
         if self._all_reserved:
             flat, mode = wire_view(values), MODES[wire_dtype]
             self._threads.run(
-                starts,
-                lambda first, last: kernels.gather_hot(
-                    self._directory, request.numbers, starts, value_starts, first, last,
+                np.diff(value_starts),
+                lambda share: kernels.gather_hot(
+                    self._directory, request.numbers, starts, value_starts, share,
                     request.slots, flat, flags, mode,
                 ),
             )  # fmt: skip
@@ -185,6 +276,55 @@ class HotPath:
             rows[name] = Rows(of_table, its_flags)
         return rows
 
+    def _place(
+        self, ids: Mapping[str, np.ndarray], request: _Request, left: Mapping[int, _Cold]
+    ) -> dict[str, PlacedRows]:
+        num_rows = int(request.starts[-1])
+        addresses, flags = np.empty(num_rows, np.int64), np.empty(num_rows, np.uint8)
+        kernels.place_hot(
+            self._directory, request.numbers, request.starts, np.arange(len(ids)), request.slots, addresses, flags
+        )
+        rows = {}
+        bounds = request.starts.tolist()
+        for k, name in enumerate(ids):
+            table, low, high = request.tables[k], bounds[k], bounds[k + 1]
+            placed = PlacedRows(addresses[low:high], flags[low:high], table.spec.dim, _NO_COPIES)
+            rows[name] = self._with_copies(request, k, placed, left[k]) if k in left else placed
+        return rows
+
+    def _with_copies(self, request: _Request, k: int, placed: PlacedRows, cold: _Cold) -> PlacedRows:
+        """Rows that are not hot are read into memory of their own."""
+        n, at = cold.positions.shape[0], cold.positions
+        copies, flags = np.empty((n, placed.dim), np.float32), np.empty(n, np.uint8)
+        request.tables[k].read_cold(
+            request.row_ids[k][at], np.arange(n, dtype=np.int32), cold.entries, cold.locations, copies, flags,
+            "float32", reads_default=True,
+        )  # fmt: skip
+        placed.flags[at] = flags
+        placed.addresses[at] = copies.__array_interface__["data"][0] + 4 * placed.dim * np.arange(n)
+        return PlacedRows(placed.addresses, placed.flags, placed.dim, copies)
+
     @staticmethod
     def _slots(request: _Request, k: int) -> np.ndarray:
         return request.slots[request.starts[k] : request.starts[k + 1]]
+
+
+def _apply_alone(update: Update, slots: np.ndarray, scale: float, step: int) -> None:
+    """One table whose rows no kernel of ours reaches."""
+    values, dtype = update.values, update.wire_dtype
+    if update.sums is not None:
+        values, dtype = make_sums(update.sums, update.table.spec.dim), "float32"
+    positions = np.arange(slots.shape[0], dtype=np.int32)
+    update.table.hot.apply(slots, values, positions, dtype, scale, update.learning_rate, step)
+
+
+def _without_repeats(update: Update) -> Update:
+    if update.sums is not None or not has_duplicates(update.row_ids):  # sums are of distinct rows
+        return update
+    chunks: list[tuple[np.ndarray, WireDtype]] = [(update.values, update.wire_dtype)]
+    row_ids, values = sum_by_row(update.row_ids, chunks, update.table.spec.dim)
+    return Update(update.table, row_ids, values, "float32", update.learning_rate)
+
+
+def _addresses(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.array([array.__array_interface__["data"][0] for array in arrays], np.int64)

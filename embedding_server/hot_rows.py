@@ -98,6 +98,7 @@ class ReservedHotRows(HotRows):
         self._weights = ReservedArray(max_rows, dim, np.float32)
         self._state = ReservedArray(max_rows, self.num_state_columns, np.float32)
         self.weights_address = int(self._weights.array.ctypes.data)  # float32[max_rows, D], for kernels of many tables
+        self.state_address = int(self._state.array.ctypes.data)  # float32[max_rows, C]
 
     def read(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self._weights.array[slots], self._state.array[slots]
@@ -124,6 +125,16 @@ class ReservedHotRows(HotRows):
         self._state.close()
 
 
+def kernel_constants(optimizer: OptimizerSpec) -> np.ndarray:
+    """float32[3] as the update kernels take them: eps, beta1, beta2."""
+    return np.array([optimizer.eps, optimizer.beta1, optimizer.beta2], np.float32)
+
+
+def kernel_rate(optimizer: OptimizerSpec, learning_rate: float, step: int) -> np.float32:
+    """What the update kernels take as rate: adam's holds the bias corrections of the step."""
+    return np.float32(adam_step_size(optimizer, learning_rate, step) if optimizer.kind == "adam" else learning_rate)
+
+
 class CpuHotRows(ReservedHotRows):
     """Numba kernels (kernels/cpu.py)."""
 
@@ -140,20 +151,11 @@ class CpuHotRows(ReservedHotRows):
         learning_rate: float,
         step: int,
     ) -> None:
-        f32 = np.float32
-        optimizer, weights, state = self.optimizer, self._weights.array, self._state.array
-        rows = (slots, wire_view(gradients), positions, MODES[wire_dtype], f32(scale))
-        eps = f32(optimizer.eps)
-        match optimizer.kind:
-            case "sgd":
-                cpu.apply_sgd(weights, *rows, f32(learning_rate))
-            case "adagrad":
-                cpu.apply_adagrad(weights, state, *rows, f32(learning_rate), eps)
-            case "rowwise_adagrad":
-                cpu.apply_rowwise_adagrad(weights, state, *rows, f32(learning_rate), eps)
-            case "adam":
-                step_size = f32(adam_step_size(optimizer, learning_rate, step))
-                cpu.apply_adam(weights, state, *rows, step_size, eps, f32(optimizer.beta1), f32(optimizer.beta2))
+        rate = kernel_rate(self.optimizer, learning_rate, step)
+        cpu.apply(
+            cpu.KINDS[self.optimizer.kind], self._weights.array, self._state.array, slots, wire_view(gradients),
+            positions, MODES[wire_dtype], np.float32(scale), rate, kernel_constants(self.optimizer),
+        )  # fmt: skip
 
     def initialise(self, slots: np.ndarray, row_ids: np.ndarray, spec: TableSpec) -> None:
         seed, value_range = np.uint64(table_seed(spec)), cpu.initial_range(spec.init_min, spec.init_max)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -22,6 +22,7 @@ from embedding_server.store import (
     HeatHistogram,
     Identity,
     Moves,
+    PlacedRows,
     PushAck,
     RoutedIds,
     Rows,
@@ -57,6 +58,7 @@ class InprocStore(EmbeddingStore):
         self.num_shards = 1
         self.shard_of_bucket = np.zeros(NUM_BUCKETS, np.int32)
         self._shard = Shard(data_dir=data_dir, memory_limit_bytes=memory_limit_bytes, backend=backend, threads=threads)
+        self.is_in_place = wire_dtype == "float32" and self._shard.is_in_place
         self._lock = threading.Lock()
         self._timeout_s = timeout_s
         self._wire = WireStats()
@@ -79,12 +81,23 @@ class InprocStore(EmbeddingStore):
             future = self._shard.pull(who, step, {n: i.row_ids for n, i in ids.items()}, self.wire_dtype)
         rows = self._wait(future, f"Pull of step {step}")
         with self._lock:
-            self._count_pull(ids, rows)
+            self._count_pull(ids, sum(r.values.nbytes + r.flags.nbytes for r in rows.values()))
         return rows
+
+    def pull_in_place(
+        self, who: Identity, step: int, ids: Mapping[str, RoutedIds], use: Callable[[Mapping[str, PlacedRows]], None]
+    ) -> None:
+        def counted(rows: Mapping[str, PlacedRows]) -> None:
+            use(rows)
+            self._count_pull(ids, sum(r.flags.shape[0] * (4 * r.dim + 1) for r in rows.values()))
+
+        with self._lock:
+            future = self._shard.pull_in_place(who, step, {n: i.row_ids for n, i in ids.items()}, counted)
+        self._wait(future, f"Pull of step {step}")
 
     def push(self, who: Identity, step: int, gradients: Mapping[str, TableGradients]) -> PushAck:
         parts = {
-            name: ShardGradients(g.ids.row_ids, g.values, g.learning_rate, g.default_gradient)
+            name: ShardGradients(g.ids.row_ids, g.values, g.learning_rate, g.default_gradient, g.sums)
             for name, g in gradients.items()
         }
         with self._lock:
@@ -134,12 +147,11 @@ class InprocStore(EmbeddingStore):
                 " and push every step"
             ) from None
 
-    def _count_pull(self, ids: Mapping[str, RoutedIds], rows: Mapping[str, Rows]) -> None:
+    def _count_pull(self, ids: Mapping[str, RoutedIds], row_bytes: int) -> None:
         n = sum(i.row_ids.shape[0] for i in ids.values())
-        size = 8 * n + sum(r.values.nbytes + r.flags.nbytes for r in rows.values())
-        self._wire = self._wire + WireStats(bytes_pulled=size, rows_pulled=n)
+        self._wire = self._wire + WireStats(bytes_pulled=8 * n + row_bytes, rows_pulled=n)
 
     def _count_push(self, gradients: Mapping[str, TableGradients]) -> None:
         n = sum(g.ids.row_ids.shape[0] for g in gradients.values())
-        size = 8 * n + sum(g.values.nbytes for g in gradients.values())
+        size = 8 * n + sum(g.ids.row_ids.shape[0] * g.values.shape[1] * g.values.itemsize for g in gradients.values())
         self._wire = self._wire + WireStats(bytes_pushed=size, rows_pushed=n)

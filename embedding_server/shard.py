@@ -22,14 +22,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from embedding_server.errors import FrostlineError, InvalidInput, NotReady, TableConflict, UnknownTable
 from embedding_server.heap import release_free_heap
-from embedding_server.hot_path import HotPath
+from embedding_server.hot_path import HotPath, Update
 from embedding_server.kernels import choose_backend
+from embedding_server.kernels.updates import make_sums
 from embedding_server.kernels.visits import first_foreign
 from embedding_server.reselection import Reselection, heat_histogram
 from embedding_server.slots import MemoryBudget
@@ -43,15 +44,19 @@ from embedding_server.store import (
     HeatHistogram,
     Identity,
     Moves,
+    PlacedRows,
     PushAck,
     ReplyBuffers,
     Rows,
+    RowSums,
     StoreStats,
     UpdateMode,
     WireDtype,
 )
 from embedding_server.table import Table, sum_by_row
 from embedding_server.table_threads import TableThreads
+
+T = TypeVar("T")
 
 MAX_ROWS_PER_CALL = 1 << 24
 MAX_STAGED_BYTES = 2 << 30  # parts of one worker's push that wait for the others
@@ -69,6 +74,7 @@ class ShardGradients:
     values: np.ndarray  # [n, D] of WIRE_NUMPY[wire_dtype]
     learning_rate: float
     default_gradient: np.ndarray | None = None  # float32[D]
+    sums: RowSums | None = None  # in place of values; never from another process
 
 
 @dataclass(slots=True)
@@ -135,6 +141,11 @@ class Shard:
         self._reselection: Reselection | None = None
         self._moves_at_release = 0  # rows frozen and thawed before the last release_free_heap
         self._load_epochs()
+
+    @property
+    def is_in_place(self) -> bool:
+        """Hot rows lie in this process, so that pull_in_place and sums work."""
+        return self._backend.name == "cpu"
 
     # Tables -----------------------------------------------------------------------------------------------------------
 
@@ -227,21 +238,49 @@ class Shard:
         buffers: ReplyBuffers | None = None,
     ) -> Future[dict[str, Rows]]:
         """`buffers` is asked where the rows are to lie when the pull runs; None: in arrays of their own."""
+        _check_wire_dtype(wire_dtype)
+
+        def read(is_repeat: bool) -> dict[str, Rows]:
+            if is_repeat:
+                return self._rows.read(ids, wire_dtype, buffers, always_default=True)
+            return self._rows.pull(ids, step, wire_dtype, buffers)
+
+        return self._pull_in_order(who, step, ids, part, num_parts, read)
+
+    def pull_in_place(
+        self, who: Identity, step: int, ids: Mapping[str, np.ndarray], use: Callable[[Mapping[str, PlacedRows]], None]
+    ) -> Future[None]:
+        """As pull; use(rows) runs when it is this Pull's turn, inside whatever call that happens in."""
+
+        def read(is_repeat: bool) -> None:
+            use(self._rows.read_in_place(ids) if is_repeat else self._rows.pull_in_place(ids, step))
+
+        return self._pull_in_order(who, step, ids, 0, 1, read)
+
+    def _pull_in_order(
+        self,
+        who: Identity,
+        step: int,
+        ids: Mapping[str, np.ndarray],
+        part: int,
+        num_parts: int,
+        read: Callable[[bool], T],
+    ) -> Future[T]:
+        """Checks a Pull and calls read(is_repeat) when it is its turn."""
         job = self._job(who)
         _check_parts(part, num_parts)
-        _check_wire_dtype(wire_dtype)
         for name, row_ids in ids.items():
             self._check_ids(name, row_ids)
-        future: Future[dict[str, Rows]] = Future()
+        future: Future[T] = Future()
         if job.steps.is_repeated_pull(who.worker, step, part):
-            future.set_result(self._rows.read(ids, wire_dtype, buffers, always_default=True))
+            future.set_result(read(True))
             return future
 
         def run() -> None:
-            if job.steps.is_repeated_pull(who.worker, step, part):  # a retry of it ran while this one waited
-                rows = self._rows.read(ids, wire_dtype, buffers, always_default=True)
-            else:
-                rows = self._rows.pull(ids, step, wire_dtype, buffers)
+            # a retry of it may have run while this one waited
+            is_repeat = job.steps.is_repeated_pull(who.worker, step, part)
+            rows = read(is_repeat)
+            if not is_repeat:
                 job.steps.note_pull(who.worker, step, part, num_parts)
             future.set_result(rows)
 
@@ -374,38 +413,12 @@ class Shard:
         self, job: _Job, names: list[str], chunks: list[list[tuple[ShardGradients, WireDtype]]], step: int
     ) -> tuple[int, int]:
         """(rows applied, rows ignored) over all tables."""
-        done = [(0, 0)] * len(names)
-
-        def apply(first: int, last: int) -> None:
-            for t in range(first, last):
-                done[t] = self._apply_chunks(job, names[t], chunks[t], step)
-
-        starts = np.zeros(len(names) + 1, np.int64)
-        np.cumsum([sum(chunk.row_ids.shape[0] for chunk, _ in of_table) for of_table in chunks], out=starts[1:])
-        self._threads.run(starts, apply)
-        return sum(a for a, _ in done), sum(b for _, b in done)
-
-    def _apply_chunks(
-        self, job: _Job, name: str, chunks: list[tuple[ShardGradients, WireDtype]], step: int
-    ) -> tuple[int, int]:
-        table = self._tables[name]
-        chunks = [(chunk, dtype) for chunk, dtype in chunks if chunk.row_ids.shape[0]]
-        if not chunks:
-            return 0, 0
-        first, dtype = chunks[0]
-        row_ids, values = first.row_ids, first.values
-        if len(chunks) > 1:
-            all_ids = np.concatenate([chunk.row_ids for chunk, _ in chunks])
-            row_ids, values = sum_by_row(all_ids, [(chunk.values, d) for chunk, d in chunks], table.spec.dim)
-            dtype = "float32"
-        return table.apply(
-            row_ids,
-            values,
-            dtype,
-            scale=1.0 / job.steps.num_workers,
-            learning_rate=first.learning_rate,
-            step=step,
-        )
+        updates = []
+        for name, of_table in zip(names, chunks, strict=True):
+            with_rows = [(chunk, dtype) for chunk, dtype in of_table if chunk.row_ids.shape[0]]
+            if with_rows:
+                updates.append(_update_of(self._tables[name], with_rows))
+        return self._rows.apply(updates, scale=1.0 / job.steps.num_workers, step=step)
 
     def _apply_default(self, job: _Job, name: str, chunks: list[ShardGradients], step: int) -> None:
         if not chunks:
@@ -526,7 +539,8 @@ class Shard:
                 f"table {name!r}: gradients have dtype {gradients.values.dtype}; {wire_dtype} travels as"
                 f" {WIRE_NUMPY[wire_dtype]}"
             )
-        self._tables[name].check_gradients(gradients.row_ids, gradients.values, wire_dtype, gradients.default_gradient)
+        values = gradients.values if gradients.sums is None else None  # who gives sums has checked them
+        self._tables[name].check_gradients(gradients.row_ids, values, wire_dtype, gradients.default_gradient)
         for other, push in job.staged.items():
             for chunk in push.chunks(name):
                 if chunk.learning_rate != rate and (other != worker or push.num_parts > 1):
@@ -550,6 +564,17 @@ def _difference(known: TableSpec, wanted: TableSpec) -> str:
     """The fields that differ, `field: known != wanted`."""
     a, b = known.model_dump(), wanted.model_dump()
     return ", ".join(f"{key}: {a[key]} != {b[key]}" for key in a if a[key] != b[key])
+
+
+def _update_of(table: Table, chunks: list[tuple[ShardGradients, WireDtype]]) -> Update:
+    """Chunks of several workers or parts are summed by row, in order."""
+    first, dtype = chunks[0]
+    if len(chunks) == 1:
+        return Update(table, first.row_ids, first.values, dtype, first.learning_rate, first.sums)
+    dim = table.spec.dim
+    values = [(c.values, d) if c.sums is None else (make_sums(c.sums, dim), "float32") for c, d in chunks]
+    row_ids, total = sum_by_row(np.concatenate([chunk.row_ids for chunk, _ in chunks]), values, dim)
+    return Update(table, row_ids, total, "float32", first.learning_rate)
 
 
 def _complete(future: Future[PushAck], ack: PushAck) -> None:

@@ -68,6 +68,32 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedRows:
+    """Rows of one table where they lie, float32[D] each, for a store in the trainer's process; see pull_in_place."""
+
+    addresses: np.ndarray  # int64[n]
+    flags: np.ndarray  # uint8[n], as in Rows
+    dim: int
+    copies: np.ndarray  # float32[m, D]: rows that had to be made; some of the addresses point here
+
+
+@dataclass(frozen=True, slots=True)
+class RowSums:
+    """Gradients of n rows of one table as the sums they are, for a store in the trainer's process to make itself.
+
+    Row i's is the sum over j in [starts[rows[i]], starts[rows[i] + 1]) of scales[j] * source[UNIT * positions[j] :][:D]
+    with UNIT of kernels/row_sums.py. Whoever gives it has made sure that every sum is finite, and changes nothing of it
+    until the Push returns. All arrays are contiguous.
+    """
+
+    source: np.ndarray  # float32
+    positions: np.ndarray  # int32
+    scales: np.ndarray  # float32 as positions; empty: all are 1
+    starts: np.ndarray  # int64
+    rows: np.ndarray  # int32[n], rising
+
+
+@dataclass(frozen=True, slots=True)
 class TableGradients:
     """Gradients of one table, summed over the worker's batch; only rows whose Pull said TRAINABLE."""
 
@@ -75,6 +101,7 @@ class TableGradients:
     values: np.ndarray  # [n, D] of WIRE_NUMPY[wire_dtype] ("float16" pushes travel as bfloat16: it does not underflow)
     learning_rate: float
     default_gradient: np.ndarray | None = None  # float32[D]; sum over the batch's ids whose Pull said DEFAULT
+    sums: RowSums | None = None  # in place of values, which are then [0, D]; only for a store that is_in_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +220,7 @@ class EmbeddingStore(ABC):
     wire_dtype: WireDtype
     num_shards: int
     shard_of_bucket: np.ndarray  # int32[NUM_BUCKETS]
+    is_in_place: bool = False  # hot rows are float32 in this process: pull_in_place and TableGradients.sums work
 
     @abstractmethod
     def create_tables(self, specs: Sequence[TableSpec]) -> None:
@@ -216,6 +244,15 @@ class EmbeddingStore(ABC):
         Every worker pulls every step once from every shard, with no ids if need be. sync: waits until step-1 is
         applied. pipelined: waits until every worker has pulled step-1.
         """
+
+    def pull_in_place(
+        self, who: Identity, step: int, ids: Mapping[str, RoutedIds], use: Callable[[Mapping[str, PlacedRows]], None]
+    ) -> None:
+        """pull without copying the rows, if is_in_place: calls use(rows) while nobody can move or change them.
+
+        After it returned the addresses mean nothing. It may run in another worker's thread and must not call the store.
+        """
+        raise AssertionError(f"{type(self).__name__} has no rows in this process")
 
     @abstractmethod
     def push(self, who: Identity, step: int, gradients: Mapping[str, TableGradients]) -> PushAck:

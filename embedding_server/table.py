@@ -28,7 +28,7 @@ from embedding_server.freezing import freeze_coldest, frozen_row_bytes, thaw
 from embedding_server.hot_rows import CpuHotRows, ReservedHotRows
 from embedding_server.index import BYTES_PER_SLOT, FROZEN_BIT, HEAT_BYTES, INITIAL, Index
 from embedding_server.kernels import Backend, tables
-from embedding_server.kernels.cpu import all_finite, gather_frozen, initial_values
+from embedding_server.kernels.cpu import KINDS, all_finite, gather_frozen, initial_values
 from embedding_server.kernels.visits import add_by_inverse, has_duplicates, hot_slots
 from embedding_server.kernels.wire import MODES, from_float32, wire_view
 from embedding_server.optimizers import initial_state, num_state_columns, table_seed
@@ -109,9 +109,11 @@ class Table:
         row[tables.LAST_STEP] = self.last_step.array.ctypes.data
         row[tables.VISITS] = self.visits.array.ctypes.data
         if isinstance(self.hot, ReservedHotRows):
-            row[tables.WEIGHTS] = self.hot.weights_address
+            row[tables.WEIGHTS], row[tables.STATE] = self.hot.weights_address, self.hot.state_address
         row[tables.DIM] = self.spec.dim
-        row[tables.HAS_HEAT] = self.spec.policy.kind != "off"  # nothing reads it there
+        row[tables.STATE_COLUMNS] = self.hot.num_state_columns
+        row[tables.KIND] = KINDS[self.spec.optimizer.kind]
+        row[tables.COUNTS_VISITS] = self.spec.policy.kind != "off"  # nothing reads them there
         return row
 
     def visit_cold(self, row_ids: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -177,9 +179,24 @@ class Table:
     # Push -----------------------------------------------------------------------------------------------------------
 
     def check_gradients(
-        self, row_ids: np.ndarray, values: np.ndarray, wire_dtype: WireDtype, default_gradient: np.ndarray | None
+        self, row_ids: np.ndarray, values: np.ndarray | None, wire_dtype: WireDtype, default_gradient: np.ndarray | None
     ) -> None:
         """InvalidInput if a gradient is not finite or does not fit. Changes nothing."""
+        name, dim = self.spec.name, self.spec.dim
+        if values is not None:
+            self._check_values(row_ids, values, wire_dtype)
+        if default_gradient is None:
+            return
+        if default_gradient.shape != (dim,):
+            raise InvalidInput(
+                f"table {name!r}: default_gradient has shape {list(default_gradient.shape)}; it must have {dim} values"
+            )
+        if not np.isfinite(default_gradient).all():
+            raise InvalidInput(
+                f"table {name!r}: the default row's gradient is not finite; nothing of this push was applied"
+            )
+
+    def _check_values(self, row_ids: np.ndarray, values: np.ndarray, wire_dtype: WireDtype) -> None:
         name, dim = self.spec.name, self.spec.dim
         if values.ndim != 2 or values.shape != (row_ids.shape[0], dim):
             raise InvalidInput(
@@ -193,51 +210,24 @@ class Table:
                 f" {bad % dim}) is not finite; nothing of this push was applied. Check the loss,"
                 " lower the learning rate or clip"
             )
-        if default_gradient is None:
-            return
-        if default_gradient.shape != (dim,):
-            raise InvalidInput(
-                f"table {name!r}: default_gradient has shape {list(default_gradient.shape)}; it must have {dim} values"
-            )
-        if not np.isfinite(default_gradient).all():
-            raise InvalidInput(
-                f"table {name!r}: the default row's gradient is not finite; nothing of this push was applied"
-            )
 
-    def apply(
-        self,
-        row_ids: np.ndarray,
-        values: np.ndarray,
-        wire_dtype: WireDtype,
-        *,
-        scale: float,
-        learning_rate: float,
-        step: int,
-    ) -> tuple[int, int]:
-        """One optimizer step for the hot rows. Returns (applied, ignored); a repeated row_id is summed first."""
-        slots = self._slots_of_pull(row_ids)
-        ignored = 0
-        if slots is None:
-            if has_duplicates(row_ids):
-                row_ids, values = sum_by_row(row_ids, [(values, wire_dtype)], self.spec.dim)
-                wire_dtype = "float32"
-            entries, locations, _, _ = self.index.locate(row_ids)
-            slots = np.empty(row_ids.shape[0], np.int32)
-            ignored = hot_slots(entries, locations, slots)
-        n = row_ids.shape[0]
-        self.hot.apply(slots, values, np.arange(n, dtype=np.int32), wire_dtype, scale, learning_rate, step)
-        self.rows_ignored += ignored
-        return n - ignored, ignored
-
-    def _slots_of_pull(self, row_ids: np.ndarray) -> np.ndarray | None:
+    def slots_of_pull(self, row_ids: np.ndarray) -> np.ndarray | None:
         """The slots that a recent Pull of just these row_ids found, if no row has left its slot since.
 
         A Push mostly names what its Pull named; comparing is 20 times cheaper than finding and checking again.
         """
         for pulled, slots, generation in self._pulled:
-            if generation == self.generation and np.array_equal(pulled, row_ids):
+            if generation == self.generation and (pulled is row_ids or np.array_equal(pulled, row_ids)):
                 return slots
         return None
+
+    def find_slots(self, row_ids: np.ndarray) -> tuple[np.ndarray, int]:
+        """Slots of the rows of a Push, int32[n], -1 for those that are not hot, and how many these are."""
+        entries, locations, _, _ = self.index.locate(row_ids)
+        slots = np.empty(row_ids.shape[0], np.int32)
+        ignored = hot_slots(entries, locations, slots)
+        self.rows_ignored += ignored
+        return slots, ignored
 
     def apply_default(self, gradient: np.ndarray, *, scale: float, learning_rate: float, step: int) -> None:
         """One optimizer step for the default row; gradient float32[D]."""

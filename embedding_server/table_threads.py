@@ -1,13 +1,12 @@
-"""Threads that share the tables of one call. They meet in no table, so a table still needs no lock.
+"""Threads that share the work of one call: whole tables, so that a table needs no lock, or parts of a kernel.
 
 A shard process has one thread (more cores: more shards); a store in the trainer's process takes the trainer's number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 
 import numpy as np
 
@@ -17,20 +16,20 @@ class TableThreads:
         self._num_threads = num_threads
         self._pool = ThreadPoolExecutor(num_threads - 1, "frostline-tables") if num_threads > 1 else None
 
-    def run(self, starts: np.ndarray, work: Callable[[int, int], None]) -> None:
-        """Calls work(first, last) over tables 0 to K on all threads, about equal rows each; returns when all are done.
+    def run(self, sizes: Sequence[int] | np.ndarray, work: Callable[[np.ndarray], None]) -> None:
+        """Calls work(tables) on every thread, tables an int64 array of numbers below K, each table in one of them.
 
-        starts int64[K+1]: row count before each table. The first error of any thread is raised.
+        sizes [K]: how much there is to do for each table. Returns when all are done; raises any thread's error.
         """
-        num_tables = starts.shape[0] - 1
-        if self._pool is None or num_tables < 2:
-            work(0, num_tables)
-            return
-        shares = starts[-1] * np.arange(1, self._num_threads) // self._num_threads
-        bounds = [0, *np.searchsorted(starts[:-1], shares).tolist(), num_tables]
-        pending = [self._pool.submit(work, a, b) for a, b in pairwise(bounds[1:])]
+        shares = shared_out(sizes, self._num_threads)
+        self.run_parts(lambda part, parts: work(shares[part]))
+
+    def run_parts(self, work: Callable[[int, int], None]) -> None:
+        """work(0, n), ..., work(n-1, n) on n threads."""
+        n = self._num_threads
+        pending = [self._pool.submit(work, part, n) for part in range(1, n)] if self._pool is not None else []
         try:
-            work(bounds[0], bounds[1])
+            work(0, n)
         finally:
             for one in pending:
                 one.result()
@@ -38,3 +37,17 @@ class TableThreads:
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
+
+
+def shared_out(sizes: Sequence[int] | np.ndarray, parts: int) -> list[np.ndarray]:
+    """Numbers of the tables of each part, rising, int64: the largest first, each to the part that has least so far."""
+    if parts == 1:
+        return [np.arange(len(sizes))]
+    loads = [0] * parts
+    shares: list[list[int]] = [[] for _ in range(parts)]
+    amounts = [int(size) for size in sizes]
+    for k in sorted(range(len(amounts)), key=lambda k: -amounts[k]):
+        part = loads.index(min(loads))
+        loads[part] += amounts[k]
+        shares[part].append(k)
+    return [np.array(sorted(share), np.int64) for share in shares]

@@ -37,106 +37,25 @@ import numpy as np
 import torch
 from numba import carray, njit
 
+from embedding_server.kernels.row_sums import UNIT, sum_rows
 from embedding_server.kernels.vectors import (
     add16,
     at,
-    fetch,
     largest16,
     load1,
     load16,
     mul16,
     pointer_to,
-    scale16,
     splat16,
-    store1,
-    store16,
-    stream16,
     sum16,
     top_bits16,
     zero16,
 )
 from embedding_server.store import DEFAULT, TRAINABLE
 
-AHEAD = 8  # look-ups fetched ahead: backward over 27 MB of output gradients 4.0 -> 2.6 ms, forward the same
-UNIT = 4  # gradient positions count 4 floats (dims are multiples of 4), so int32 reaches outputs of 34 GB
 #: columns of `slots`
 TABLE, DIM, MEAN, FIRST_BAG, NUM_BAGS, FIRST_LOOKUP, PLACE, COLUMNS = range(8)
 _ANY = 1 << 48  # length given to carray: the kernels index without bounds checks
-
-
-@njit(nogil=True, forceinline=True)
-def _sum16(source, positions, stride, scales, first, last, column):
-    """Sum over j of source[positions[j] * stride + column :][:16] * scales[j], j in [first, last)."""
-    total = zero16()
-    for j in range(first, last):
-        x = load16(source, at(np.int64(positions[j]) * stride + column))
-        total = add16(total, scale16(x, scales[j]) if scales.size else x)
-    return total
-
-
-@njit(nogil=True, forceinline=True)
-def _sum64(source, positions, stride, scales, first, last, column):
-    """As _sum16 for four vectors at once: one pass over the positions and four sums in registers."""
-    a, b, c, d = zero16(), zero16(), zero16(), zero16()
-    for j in range(first, last):
-        ahead = np.int64(positions[min(j + AHEAD, positions.size - 1)]) * stride + column
-        for line in range(0, 64, 16):
-            fetch(source, at(ahead + line))
-        o = np.int64(positions[j]) * stride + column
-        p, q, r, s = (
-            load16(source, at(o)),
-            load16(source, at(o + 16)),
-            load16(source, at(o + 32)),
-            load16(source, at(o + 48)),
-        )
-        if scales.size:
-            p, q, r, s = scale16(p, scales[j]), scale16(q, scales[j]), scale16(r, scales[j]), scale16(s, scales[j])
-        a, b, c, d = add16(a, p), add16(b, q), add16(c, r), add16(d, s)
-    return a, b, c, d
-
-
-@njit(nogil=True, forceinline=True)
-def _sum1(source, positions, stride, scales, first, last, column):
-    total = np.float32(0)
-    for j in range(first, last):
-        x = load1(source, at(np.int64(positions[j]) * stride + column))
-        total += x * scales[j] if scales.size else x
-    return total
-
-
-@njit(nogil=True, forceinline=True)
-def _put16(out, o, x, streaming):
-    if streaming:
-        stream16(out, at(o), x)
-    else:
-        store16(out, at(o), x)
-
-
-@njit(nogil=True, forceinline=True)
-def _sum_rows(source, positions, stride, scales, first, last, dim, factor, out, o, streaming, largest):
-    """out[o : o+dim] = factor * sum of rows; returns `largest` (vectors.largest16) updated with what was written."""
-    column = 0
-    while column + 64 <= dim:
-        a, b, c, d = _sum64(source, positions, stride, scales, first, last, column)
-        if factor != 1:
-            a, b, c, d = scale16(a, factor), scale16(b, factor), scale16(c, factor), scale16(d, factor)
-        _put16(out, o + column, a, streaming)
-        _put16(out, o + column + 16, b, streaming)
-        _put16(out, o + column + 32, c, streaming)
-        _put16(out, o + column + 48, d, streaming)
-        largest = largest16(largest16(largest16(largest16(largest, a), b), c), d)
-        column += 64
-    while column + 16 <= dim:
-        a = scale16(_sum16(source, positions, stride, scales, first, last, column), factor)
-        _put16(out, o + column, a, streaming)
-        largest = largest16(largest, a)
-        column += 16
-    while column < dim:
-        x = _sum1(source, positions, stride, scales, first, last, column) * factor
-        store1(out, at(o + column), x)
-        largest = largest16(largest, splat16(x))
-        column += 1
-    return largest
 
 
 @njit(nogil=True, forceinline=True)
@@ -150,6 +69,22 @@ def _share(count, part, parts):
     return count * part // parts, count * (part + 1) // parts
 
 
+@njit(nogil=True, forceinline=True)
+def _pool_slot(rows, through, slot, bag_offsets, inverse, weights, out, pitch, part, parts):
+    dim, first_bag, place = slot[DIM], slot[FIRST_BAG], slot[PLACE]
+    first_value = bag_offsets[first_bag]
+    positions = inverse[slot[FIRST_LOOKUP] :]
+    scales = weights[first_value:] if weights.size else weights
+    streaming = place % 16 == 0 and pitch % 16 == 0
+    low, high = _share(slot[NUM_BAGS], part, parts)
+    for j in range(low, high):
+        first, last = bag_offsets[first_bag + j] - first_value, bag_offsets[first_bag + j + 1] - first_value
+        factor = _bag_factor(slot[MEAN], last - first)
+        sum_rows(
+            rows, positions, through, dim, scales, first, last, dim, factor, out, place + j * pitch, streaming, zero16()
+        )
+
+
 @njit(nogil=True, cache=True)
 def pool_rows(addresses, like, slots, bag_offsets, inverse, weights, out, pitch, part, parts):
     """Forward: every bag's sum (or mean: sum(w x) / L) into out, float32, 64-byte aligned. Empty bags are zeros.
@@ -158,33 +93,48 @@ def pool_rows(addresses, like, slots, bag_offsets, inverse, weights, out, pitch,
     weights float32[V], or empty for none.
     """
     for k in range(slots.shape[0]):
-        dim, first_bag, place = slots[k, DIM], slots[k, FIRST_BAG], slots[k, PLACE]
         rows = carray(pointer_to(addresses[slots[k, TABLE]], like), (_ANY,))
-        first_value = bag_offsets[first_bag]
-        positions = inverse[slots[k, FIRST_LOOKUP] :]
-        scales = weights[first_value:] if weights.size else weights
-        streaming = place % 16 == 0 and pitch % 16 == 0
-        low, high = _share(slots[k, NUM_BAGS], part, parts)
-        for j in range(low, high):
-            first, last = bag_offsets[first_bag + j] - first_value, bag_offsets[first_bag + j + 1] - first_value
-            factor = _bag_factor(slots[k, MEAN], last - first)
-            _sum_rows(
-                rows, positions, dim, scales, first, last, dim, factor, out, place + j * pitch, streaming, zero16()
-            )
+        _pool_slot(rows, None, slots[k], bag_offsets, inverse, weights, out, pitch, part, parts)
+
+
+@njit(nogil=True, cache=True)
+def pool_placed_rows(addresses, origin, like, slots, bag_offsets, inverse, weights, out, pitch, part, parts):
+    """As pool_rows, from rows where they lie: addresses int64[T] of each table's int64[U_t] addresses of float32 rows.
+
+    origin is 0, where these addresses count from.
+    """
+    rows = carray(pointer_to(origin, like), (_ANY,))
+    for k in range(slots.shape[0]):
+        through = carray(pointer_to(addresses[slots[k, TABLE]], addresses), (_ANY,))
+        _pool_slot(rows, through, slots[k], bag_offsets, inverse, weights, out, pitch, part, parts)
+
+
+@njit(nogil=True, cache=True)
+def largest_bits(values, part, parts):
+    """Bits of the largest |x| of a part of float32[n]; NaN is above infinity is above every number."""
+    a, b, c, d = zero16(), zero16(), zero16(), zero16()
+    low, high = _share(values.size // 64, part, parts)
+    for i in range(64 * low, 64 * high, 64):
+        a, b = largest16(a, load16(values, at(i))), largest16(b, load16(values, at(i + 16)))
+        c, d = largest16(c, load16(values, at(i + 32))), largest16(d, load16(values, at(i + 48)))
+    if part + 1 == parts:
+        for i in range(64 * high, values.size):
+            a = largest16(a, splat16(load1(values, at(i))))
+    return top_bits16(largest16(largest16(a, b), largest16(c, d)))
 
 
 @njit(nogil=True, cache=True)
 def gradient_positions(
-    slots, slots_of_table, bag_offsets, inverse, weights, pitch, first_table, last_table,
+    slots, slots_of_table, bag_offsets, inverse, weights, pitch, tables,
     starts, counts, num_unique, positions, scales, row_starts,
 ):  # fmt: skip
-    """CSR from unique rows to where their gradients come from, in look-up order; for tables first to last-1.
+    """CSR from unique rows to where their gradients come from, in look-up order; for the tables that `tables` names.
 
     Row u of table t was looked up counts[starts[t] + u] times: its gradient is the sum over j in [row_starts[r],
     row_starts[r+1]), r = starts[t] + t + u, of scales[j] * output gradient [positions[j] * UNIT :][:D]. Fills positions
     int32[N], row_starts int64[N+T], and scales float32[N] unless it is empty (no weights, no mean).
     """
-    for t in range(first_table, last_table):
+    for t in tables:
         rows = row_starts[starts[t] + t :]
         rows[0] = total = starts[t]
         for u in range(num_unique[t]):  # entry u+1 is row u's cursor: it ends where row u ends
@@ -241,8 +191,8 @@ def row_gradients(
         low, high = _share(num_picked[t], part, parts)
         for n in range(low, high):
             r = starts[t] + t + picked[starts[t] + n]
-            largest = _sum_rows(
-                gradient, positions, UNIT, scales, row_starts[r], row_starts[r + 1], dim, np.float32(1),
+            largest = sum_rows(
+                gradient, positions, None, UNIT, scales, row_starts[r], row_starts[r + 1], dim, np.float32(1),
                 out, places[t] + n * dim, False, largest,
             )  # fmt: skip
     return top_bits16(largest)

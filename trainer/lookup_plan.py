@@ -19,6 +19,7 @@ from embedding_server.errors import InvalidInput
 from embedding_server.kernels.routing import check_lookups, dedup_tables
 from embedding_server.kernels.vectors import kernel_view
 from embedding_server.store import WIRE_NUMPY, EmbeddingStore, RoutedIds
+from embedding_server.table_threads import shared_out
 from trainer import kernels
 from trainer.buffers import ArrayPool
 from trainer.kernel_threads import KernelThreads
@@ -50,6 +51,7 @@ class LookupPlan:
         self.is_pooled = is_pooled
         self.is_weighted = is_weighted
         self.wire_dtype = store.wire_dtype
+        self.is_in_place = store.is_in_place
         self.arrays = ArrayPool()
         self.threads = KernelThreads(num_threads)
         #: tells kernels the dtype of rows
@@ -73,17 +75,17 @@ class LookupPlan:
         slot_ends = batch.offsets[(keys + 1) * batch.num_samples]
         lookups = self._laid_out(batch, keys, slot_starts, slot_ends, for_training)
         owners, arrays = self._store.shard_of_bucket, lookups
+        shares = shared_out(np.diff(np.append(lookups.starts, lookups.num_lookups)), self.threads.num_threads)
 
         def route_tables(part: int, parts: int) -> None:
-            low, high = self._table_range(lookups, part, parts)
             dedup_tables(
-                batch.row_ids, slot_starts, slot_ends, self.slots_of_table, owners, low, high,
+                batch.row_ids, slot_starts, slot_ends, self.slots_of_table, owners, shares[part],
                 arrays.starts, arrays.unique, arrays.counts, arrays.inverse, arrays.num_unique, arrays.shard_offsets,
             )  # fmt: skip
             if for_training:
                 kernels.gradient_positions(
                     arrays.slots, self.slots_of_table, arrays.bag_offsets, arrays.inverse, arrays.weights, arrays.pitch,
-                    low, high, arrays.starts, arrays.counts, arrays.num_unique,
+                    shares[part], arrays.starts, arrays.counts, arrays.num_unique,
                     arrays.positions, arrays.scales, arrays.row_starts,
                 )  # fmt: skip
 
@@ -140,12 +142,6 @@ class LookupPlan:
             scales=take(num_trained, np.float32) if self._has_scales else NO_FLOATS,
             row_starts=take(num_trained + num_tables, np.int64),
         )
-
-    def _table_range(self, lookups: Lookups, part: int, parts: int) -> tuple[int, int]:
-        """Bounds of a part's tables, about as many look-ups in each part."""
-        marks = [lookups.num_lookups * p // parts for p in (part, part + 1)]
-        low, high = np.searchsorted(lookups.starts, marks).tolist()
-        return (low if part else 0), (high if part + 1 < parts else len(self.tables))
 
     def _fixed_slots(self) -> np.ndarray:
         slots = np.zeros((len(self.slot_names), kernels.COLUMNS), np.int64)

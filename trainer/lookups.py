@@ -18,7 +18,7 @@ import numpy as np
 
 from embedding_server.errors import InvalidInput
 from embedding_server.kernels.vectors import kernel_view
-from embedding_server.store import DEFAULT, TRAINABLE, WIRE_NUMPY, RoutedIds, Rows, push_dtype
+from embedding_server.store import DEFAULT, TRAINABLE, WIRE_NUMPY, PlacedRows, RoutedIds, Rows, RowSums, push_dtype
 from trainer import kernels
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ _NO_FLAGS = np.empty(0, np.uint8)
 _PAD = 64  # bytes; every table's gradients begin at a cache line
 #: bits of the smallest |x| that is not a finite value of the dtype (bfloat16: the first that rounds to infinity)
 _NOT_FINITE = {"float32": 0x7F800000, "bfloat16": 0x7F7F8000}
+_SURELY_FINITE = 1e38  # float32 reaches 3.4e38
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,9 @@ class RowGradients:
     """Gradients of one table's trainable rows, summed over the batch."""
 
     ids: RoutedIds
-    values: np.ndarray  # [n, D] in the push dtype
+    values: np.ndarray  # [n, D] in the push dtype; [0, D] if there are sums
     default_gradient: np.ndarray | None  # float32[D]; sum over the rows whose Pull said DEFAULT, None if none did
+    sums: RowSums | None = None  # for a store that is_in_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +86,9 @@ class Lookups:
     scales: np.ndarray
     row_starts: np.ndarray
     ids: dict[str, RoutedIds] = field(default_factory=dict)  # tables without look-ups are left out
-    rows: Mapping[str, Rows] = field(default_factory=dict)
+    rows: Mapping[str, Rows | PlacedRows] = field(default_factory=dict)
     row_addresses: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    pooled: np.ndarray | None = None  # what pool_in_place made
 
     def attach(self, rows: Mapping[str, Rows]) -> None:
         """Takes what the store answered to `ids`."""
@@ -104,8 +107,31 @@ class Lookups:
                 raise AssertionError(f"store gave {flags.shape} {flags.dtype} flags for {n} rows of {table.name!r}")
             self.row_addresses[t] = values.__array_interface__["data"][0]
 
+    def pool_in_place(self, rows: Mapping[str, PlacedRows]) -> None:
+        """Takes rows whose addresses mean nothing after this call, and makes the output of them at once."""
+        self.rows = rows
+        addresses = np.zeros(len(self.plan.tables), np.int64)
+        for t, table in enumerate(self.plan.tables):
+            n = int(self.num_unique[t])
+            if not n:
+                continue
+            of_table = rows[table.name]
+            if of_table.addresses.shape != (n,) or of_table.flags.shape != (n,) or of_table.dim != table.dim:
+                raise AssertionError(f"store gave {of_table.addresses.shape} for {n} rows of table {table.name!r}")
+            addresses[t] = of_table.addresses.__array_interface__["data"][0]
+        out = self.plan.arrays.take(self.size, np.float32)
+        self.plan.threads.run(
+            lambda part, parts: kernels.pool_placed_rows(
+                addresses, 0, NO_FLOATS, self.slots, self.bag_offsets, self.inverse, self.weights,
+                out, self.pitch, part, parts,
+            )
+        )  # fmt: skip
+        self.pooled = out
+
     def pool(self) -> np.ndarray:
         """Output float32[size]: pooled [B, sum of dims], or a sequence collection's [N, D]."""
+        if self.pooled is not None:
+            return self.pooled
         out = self.plan.arrays.take(self.size, np.float32)
         like = self.plan.wire_like
         self.plan.threads.run(
@@ -134,10 +160,13 @@ class Lookups:
     def row_gradients(self, gradient: np.ndarray) -> dict[str, RowGradients]:
         """Gradients of the trainable rows, by table, from the output's float32[size]. Tables without any are left out.
 
+        For a store that is_in_place they stay sums over `gradient`, which must not change until they are pushed.
         InvalidInput if one is not finite in the push dtype; it names the table, the feature and the sample.
         """
         picked = self._pick_trainable()
         num_picked = picked.shards[:, -1]
+        if self.plan.is_in_place and self._every_sum_is_finite(gradient):
+            return self._by_table(gradient, picked, None)
         pushed = push_dtype(self.plan.wire_dtype)
         out, places = self._gradient_buffer(num_picked, pushed)
         view = kernel_view(out, pushed)
@@ -149,7 +178,15 @@ class Lookups:
         )  # fmt: skip
         if max(largest) >= _NOT_FINITE[pushed]:
             self._refuse(gradient, pushed)
-        return self._by_table(gradient, picked, out, places)
+        return self._by_table(gradient, picked, (out, places))
+
+    def _every_sum_is_finite(self, gradient: np.ndarray) -> bool:
+        """Whether no sum of pieces of the output's gradient can overflow; cheap, and False where it is not sure."""
+        parts = self.plan.threads.run(lambda part, parts: kernels.largest_bits(gradient, part, parts))
+        largest = float(np.array(max(parts), np.uint32).view(np.float32))
+        if self.scales.size:
+            largest *= float(np.abs(self.scales).max(initial=0.0))
+        return largest * max(1, self.num_lookups) < _SURELY_FINITE  # False if NaN
 
     def _pick_trainable(self) -> _Picked:
         num_tables, take = len(self.plan.tables), self.plan.arrays.take
@@ -178,18 +215,35 @@ class Lookups:
         return self.plan.arrays.take(int(ends[-1]) if ends.size else 0, dtype), ends - sizes
 
     def _by_table(
-        self, gradient: np.ndarray, picked: _Picked, out: np.ndarray, places: np.ndarray
+        self, gradient: np.ndarray, picked: _Picked, made: tuple[np.ndarray, np.ndarray] | None
     ) -> dict[str, RowGradients]:
+        """made: what _gradient_buffer gave, filled; None: the gradients stay sums."""
         gradients = {}
         for t, table in enumerate(self.plan.tables):
-            n, start, place = int(picked.shards[t, -1]), int(self.starts[t]), int(places[t])
+            n, start = int(picked.shards[t, -1]), int(self.starts[t])
             default = self._default_gradient(t, gradient) if picked.num_defaults[t] else None
             if n or default is not None:
-                ids = RoutedIds(picked.row_ids[start : start + n], picked.shards[t])
-                gradients[table.name] = RowGradients(
-                    ids, out[place : place + n * table.dim].reshape(n, table.dim), default
+                is_whole = n == self.num_unique[t]  # the very ids of the Pull: the store knows them again
+                ids = (
+                    self.ids[table.name] if is_whole else RoutedIds(picked.row_ids[start : start + n], picked.shards[t])
                 )
+                if made is None:
+                    values, sums = np.empty((0, table.dim), np.float32), self._sums(t, n, gradient, picked)
+                else:
+                    place, sums = int(made[1][t]), None
+                    values = made[0][place : place + n * table.dim].reshape(n, table.dim)
+                gradients[table.name] = RowGradients(ids, values, default, sums)
         return gradients
+
+    def _sums(self, t: int, num_rows: int, gradient: np.ndarray, picked: _Picked) -> RowSums:
+        start, num_unique = int(self.starts[t]), int(self.num_unique[t])
+        return RowSums(
+            source=gradient,
+            positions=self.positions,
+            scales=self.scales,
+            starts=self.row_starts[start + t : start + t + num_unique + 1],
+            rows=picked.rows[start : start + num_rows],
+        )
 
     def _default_gradient(self, t: int, gradient: np.ndarray) -> np.ndarray:
         table = self.plan.tables[t]

@@ -35,7 +35,7 @@ class OpenStep:
         self._output_gradient: np.ndarray | None = None
 
     def receive(self, output_gradient: np.ndarray) -> None:
-        """Takes the output's gradient, float32[size], which nobody changes afterwards.
+        """Takes the output's gradient, float32[size], which nobody changes until the step is pushed.
 
         A second backward through the same forward (two losses) adds to the first. It is kept for that: gradients in a
         16-bit wire dtype must not be added up.
@@ -95,7 +95,7 @@ class TrainingSteps:
                     f"a training forward came while step {self._open[0].step} has no .step() yet; call .step() after "
                     "loss.backward(), once per training forward (for other forwards use eval() or torch.no_grad())"
                 )
-        opened = self._pull(features)
+        opened = self._pull(features, in_place=self._plan.is_in_place and not self._plan.is_weighted)
         with self._lock:
             self._open.append(opened)
         return opened
@@ -127,10 +127,14 @@ class TrainingSteps:
                 self._open.appendleft(opened)
             raise
 
-    def _pull(self, features: KeyedJaggedTensor) -> OpenStep:
+    def _pull(self, features: KeyedJaggedTensor, in_place: bool = False) -> OpenStep:
+        """in_place: pools within the Pull, as long as the rows cannot move. Gradients of weights need rows later."""
         lookups = self._plan.route(features, for_training=True)
         step = self._pulled_step + 1
-        lookups.attach(self._store.pull(self.who, step, lookups.ids))
+        if in_place:
+            self._store.pull_in_place(self.who, step, lookups.ids, lookups.pool_in_place)
+        else:
+            lookups.attach(self._store.pull(self.who, step, lookups.ids))
         self._pulled_step = step
         return OpenStep(step, lookups)
 
@@ -144,7 +148,7 @@ class TrainingSteps:
 
     def _gradients(self, opened: OpenStep, learning_rate: float) -> StepGradients:
         tables = {
-            name: TableGradients(g.ids, g.values, learning_rate, g.default_gradient)
+            name: TableGradients(g.ids, g.values, learning_rate, g.default_gradient, g.sums)
             for name, g in opened.row_gradients.items()
         }
         return StepGradients(opened.step, tables)

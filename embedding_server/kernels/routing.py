@@ -115,10 +115,10 @@ def _group_by_shard(unique, counts, inverse, shard_of_bucket, shard_offsets):
 
 @njit(nogil=True, cache=True)
 def dedup_tables(
-    values, slot_starts, slot_ends, slots_of_table, shard_of_bucket, first_table, last_table,
+    values, slot_starts, slot_ends, slots_of_table, shard_of_bucket, tables,
     starts, unique, counts, inverse, num_unique, shard_offsets,
 ):  # fmt: skip
-    """Dedups and routes tables first_table to last_table-1 of a batch, in place; threads can split the tables.
+    """Dedups and routes the tables of a batch that `tables` int64 names, in place; threads can split them.
 
     values int64[V] holds the row_ids; slot k is values[slot_starts[k]:slot_ends[k]]; table t has the slots
     slots_of_table[t] to slots_of_table[t+1]. Look-ups are numbered in slot order, table t's from starts[t] on (N in
@@ -127,7 +127,7 @@ def dedup_tables(
     int64[T, S+1] are relative to the table.
     """
     small = np.empty(_FIRST_SIZE, np.int32)
-    for t in range(first_table, last_table):
+    for t in tables:
         index = small  # every table starts small: clearing a large one costs more than growing it again
         index[:] = -1
         at, u = starts[t], 0
@@ -170,7 +170,7 @@ def dedup_route(row_ids: np.ndarray, shard_of_bucket: np.ndarray, num_shards: in
     begin, end = np.array([0], np.int64), np.array([n], np.int64)
     owners = np.ascontiguousarray(shard_of_bucket, np.int32)
     dedup_tables(
-        row_ids, begin, end, np.array([0, 1], np.int64), owners, 0, 1,
+        row_ids, begin, end, np.array([0, 1], np.int64), owners, np.array([0], np.int64),
         begin, unique, counts, inverse, num_unique, shard_offsets,
     )  # fmt: skip
     return Routing(unique[: num_unique[0]], shard_offsets[0], inverse, counts[: num_unique[0]])

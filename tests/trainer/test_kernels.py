@@ -28,7 +28,7 @@ KEYS = ["w", "unused", "i", "u2", "t", "u1"]
 
 def plan_of(tables: list[Table], dtype: str, pooled: bool, weighted: bool, threads: int = 1) -> LookupPlan:
     owners = (np.arange(NUM_BUCKETS) * 3 // NUM_BUCKETS).astype(np.int32)
-    store = SimpleNamespace(wire_dtype=dtype, num_shards=3, shard_of_bucket=owners)
+    store = SimpleNamespace(wire_dtype=dtype, num_shards=3, shard_of_bucket=owners, is_in_place=False)
     return LookupPlan(tables, store, pooled, weighted, threads)  # type: ignore[arg-type]
 
 

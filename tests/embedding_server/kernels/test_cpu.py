@@ -178,7 +178,8 @@ def test_kernels_take_what_the_network_gives_and_never_compile_a_second_time() -
     assert not gradients.flags.aligned
     weights, slots = np.zeros((8, 4), np.float32), np.arange(8, dtype=np.int32)
     slots.flags.writeable = False
-    cpu.apply_sgd(weights, slots, gradients, slots, 0, np.float32(0.5), np.float32(2.0))
+    constants, state = np.zeros(3, np.float32), np.zeros((8, 0), np.float32)
+    cpu.apply(cpu.KINDS["sgd"], weights, state, slots, gradients, slots, 0, np.float32(0.5), np.float32(2.0), constants)
     np.testing.assert_array_equal(weights, -gradients)
     assert cpu.all_finite(gradients, 0) == -1
     for kernel in Kernel.registry:

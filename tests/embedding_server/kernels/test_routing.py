@@ -56,23 +56,23 @@ def test_growth_keeps_every_row_id() -> None:
 
 
 def test_tables_of_several_slots_share_their_rows() -> None:
-    """Two tables over three slots; slot order is not value order; a table range leaves the other table untouched."""
+    """Two tables over three slots; slot order is not value order; a share leaves the other table untouched."""
     values = np.array([7, 7, 8, 9, -1, 7, 9], np.int64)
     slot_starts, slot_ends = np.array([4, 0, 2], np.int64), np.array([7, 2, 4], np.int64)
     slots_of_table, starts = np.array([0, 2, 3], np.int64), np.array([0, 5], np.int64)
     unique, counts, inverse = np.full(7, -5, np.int64), np.zeros(7, np.int32), np.full(7, -5, np.int32)
     num_unique, offsets = np.zeros(2, np.int64), np.zeros((2, 2), np.int64)
 
-    def run(low: int, high: int) -> None:
+    def run(table: int) -> None:
         dedup_tables(
-            values, slot_starts, slot_ends, slots_of_table, owners_of(1), low, high,
+            values, slot_starts, slot_ends, slots_of_table, owners_of(1), np.array([table]),
             starts, unique, counts, inverse, num_unique, offsets,
         )  # fmt: skip
 
-    run(1, 2)
+    run(1)
     assert num_unique.tolist() == [0, 2]
     assert inverse.tolist() == [-5] * 5 + [0, 1]
-    run(0, 1)
+    run(0)
     assert num_unique.tolist() == [3, 2]
     assert unique[:3].tolist() == [-1, 7, 9]
     assert unique[5:].tolist() == [8, 9]

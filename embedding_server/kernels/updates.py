@@ -1,0 +1,159 @@
+"""Updates of the hot rows of all tables of a Push: one kernel call, with gradients as values or as sums yet to be made.
+
+`directory` and `tables` are as in kernels/tables.py. Every call does part `part` of `parts` of each table's rows, so
+that threads can share one, whatever the tables' sizes; a row is in one part only.
+
+apply_sums makes a row's gradient in a few lines of L1 and applies it at once: gradients of 80,000 rows x 64 need not be
+written and read back (20 MB each way). The sums are those of trainer/kernels.py, in the same order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, float32, int32, int64, njit, uint16, void
+
+from embedding_server.kernels.cpu import as_float32, update_row
+from embedding_server.kernels.kernel import array, kernel, pointer, prefetch, view
+from embedding_server.kernels.row_sums import UNIT, sum_rows
+from embedding_server.kernels.tables import DIM, KIND, STATE, STATE_COLUMNS, WEIGHTS
+from embedding_server.kernels.vectors import zero16
+from embedding_server.store import RowSums
+
+#: columns of `sums`: addresses of a table's store.RowSums arrays, and the sizes of two of them
+SOURCE, POSITIONS, NUM_POSITIONS, SCALES, NUM_SCALES, STARTS, ROWS = range(7)
+SUMS_COLUMNS = 7
+_AHEAD = 8
+_LINE = 64
+_PREFETCH_BYTES = 512  # what follows comes by the hardware's own prefetch
+_ANY = 1 << 48  # length given to carray where the kernel never asks for it
+_ROW_COST = 4  # of the update of a row, in look-ups; only balances the threads
+
+
+@njit(forceinline=True)
+def _rows_at(weights, dim, state, columns, slot):
+    """(weights float32[D], state float32[C]) of a slot; weights and state are addresses."""
+    row = carray(pointer(weights + 4 * dim * np.int64(slot)), dim, np.float32)
+    return row, carray(pointer(state + 4 * columns * np.int64(slot)), columns, np.float32)
+
+
+@njit(forceinline=True)
+def _ask_for(weights, dim, state, columns, slots, i):
+    """Asks for the row that the loop over `slots` updates _AHEAD iterations after i."""
+    if i + _AHEAD < slots.size and slots[i + _AHEAD] >= 0:
+        slot = np.int64(slots[i + _AHEAD])
+        prefetch(state + 4 * columns * slot)
+        for offset in range(0, min(4 * dim, _PREFETCH_BYTES), _LINE):
+            prefetch(weights + 4 * dim * slot + offset)
+
+
+@njit
+def _widest(directory, tables):
+    widest = 0
+    for k in range(tables.size):
+        widest = max(widest, directory[tables[k], DIM])
+    return widest
+
+
+@kernel(
+    *(
+        void(
+            view(int64, 2), view(float32, 2), view(int64), view(float32), float32, view(int64), view(int64),
+            view(int64), view(wire), int64, int64, int64,
+        )
+        for wire in (float32, uint16)
+    )
+)  # fmt: skip
+def apply_values(
+    directory, constants, tables, rates, scale, counts, slot_addresses, value_addresses, like, mode, part, parts
+):
+    """One optimizer step on the rows of each table, with gradients [counts[k], D] of like's dtype; slot -1 skips.
+
+    constants float32[T, 3]: eps, beta1, beta2 of each table of the directory; rates float32[K].
+    """
+    buffer = np.empty(_widest(directory, tables), np.float32)
+    for k in range(tables.size):
+        table = directory[tables[k]]
+        kind, weights, dim, state, columns = table[KIND], table[WEIGHTS], table[DIM], table[STATE], table[STATE_COLUMNS]
+        n, values, rate, of_table = counts[k], value_addresses[k], rates[k], constants[tables[k]]
+        slots = carray(pointer(slot_addresses[k]), n, np.int32)
+        its_buffer = buffer[:dim]
+        for i in range(n * part // parts, n * (part + 1) // parts):
+            _ask_for(weights, dim, state, columns, slots, i)
+            if slots[i] >= 0:
+                row, its_state = _rows_at(weights, dim, state, columns, slots[i])
+                gradient = carray(pointer(values + i * dim * like.itemsize), dim, like.dtype)
+                update_row(kind, row, its_state, as_float32(gradient, mode, its_buffer), scale, rate, of_table)
+
+
+@njit
+def _first_of_part(starts, rows, n, part, parts):
+    """The first of a part's n rows, so that every part has about as much to do: look-ups, and a share for each row."""
+    if part == parts:
+        return n
+    if part == 0:
+        return 0
+    base = starts[rows[0]] if n else 0
+    total = (starts[rows[n - 1] + 1] - base if n else 0) + _ROW_COST * n
+    low, high = 0, n
+    while low < high:
+        middle = (low + high) // 2
+        if (starts[rows[middle]] - base + _ROW_COST * middle) * parts < total * part:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@kernel(
+    void(
+        view(int64, 2), view(float32, 2), view(int64), view(float32), float32, view(int64), view(int64),
+        view(int64, 2), int64, int64,
+    )
+)  # fmt: skip
+def apply_sums(directory, constants, tables, rates, scale, counts, slot_addresses, sums, part, parts):
+    """As apply_values; the gradient of row i of table k is summed from what sums[k] describes (store.RowSums)."""
+    gradient = np.empty(_widest(directory, tables), np.float32)
+    for k in range(tables.size):
+        table, of_table = directory[tables[k]], sums[k]
+        kind, weights, dim, state, columns = table[KIND], table[WEIGHTS], table[DIM], table[STATE], table[STATE_COLUMNS]
+        n, rate, its_constants = counts[k], rates[k], constants[tables[k]]
+        slots = carray(pointer(slot_addresses[k]), n, np.int32)
+        source = carray(pointer(of_table[SOURCE]), _ANY, np.float32)
+        positions = carray(pointer(of_table[POSITIONS]), of_table[NUM_POSITIONS], np.int32)
+        scales = carray(pointer(of_table[SCALES]), of_table[NUM_SCALES], np.float32)
+        starts = carray(pointer(of_table[STARTS]), _ANY, np.int64)
+        rows = carray(pointer(of_table[ROWS]), n, np.int32)
+        its_gradient = gradient[:dim]  # not in the loop over rows: a view counts a reference, which is an atomic add
+        first, last = _first_of_part(starts, rows, n, part, parts), _first_of_part(starts, rows, n, part + 1, parts)
+        for i in range(first, last):
+            _ask_for(weights, dim, state, columns, slots, i)
+            if slots[i] >= 0:
+                u = rows[i]
+                sum_rows(
+                    source, positions, None, UNIT, scales, starts[u], starts[u + 1], dim, np.float32(1),
+                    its_gradient, 0, False, zero16(),
+                )  # fmt: skip
+                row, its_state = _rows_at(weights, dim, state, columns, slots[i])
+                update_row(kind, row, its_state, its_gradient, scale, rate, its_constants)
+
+
+@kernel(
+    void(
+        view(float32), view(int32), view(float32), view(int64), view(int32), array(float32, 2),
+    )
+)  # fmt: skip
+def _make_sums(source, positions, scales, starts, rows, out):
+    flat = out.reshape(out.size)
+    for i in range(rows.size):
+        u = rows[i]
+        sum_rows(
+            source, positions, None, UNIT, scales, starts[u], starts[u + 1], out.shape[1], np.float32(1),
+            flat, i * out.shape[1], False, zero16(),
+        )  # fmt: skip
+
+
+def make_sums(sums: RowSums, dim: int) -> np.ndarray:
+    """The sums as values, float32[n, dim]: for gradients that several workers add up."""
+    out = np.empty((sums.rows.shape[0], dim), np.float32)
+    _make_sums(sums.source, sums.positions, sums.scales, sums.starts, sums.rows, out)
+    return out
