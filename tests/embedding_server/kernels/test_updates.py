@@ -1,4 +1,4 @@
-"""The update kernels of all tables against the reference rows: every optimizer, values and sums, any number of parts."""
+"""The update kernels of all tables against the reference rows: every optimizer, values and sums, 1 or 3 parts."""
 
 from __future__ import annotations
 
