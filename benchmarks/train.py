@@ -31,14 +31,12 @@ class State:
 
 
 def setup(config: dict[str, Any]) -> State:
+    """config["dense"] of ours: same, our default dense layers, and rivals with them too; as_shipped, torch's for all."""
     shards = start_shards(config["num_shards"])
-    contestants = {
-        "frostline": Contestant("frostline", "same", config, addresses=shards.addresses),
-        "torchrec_1_same": Contestant("torchrec", "same", config),
-        "torchrec_1_as_shipped": Contestant("torchrec", "as_shipped", config),
-        "torchrec_2_same": Contestant("torchrec", "same", config, size=2),
-        "torchrec_2_as_shipped": Contestant("torchrec", "as_shipped", config, size=2),
-    }
+    contestants = {"frostline": Contestant("frostline", config["dense"], config, addresses=shards.addresses)}
+    for dense in dict.fromkeys([config["dense"], "as_shipped"]):
+        for size in (1, 2):
+            contestants[f"torchrec_{size}_{dense}"] = Contestant("torchrec", dense, config, size=size)
     state = State(config, shards, contestants)
     try:
         for contestant in contestants.values():

@@ -47,8 +47,9 @@ class Contestant:
         self._folder = tempfile.TemporaryDirectory(prefix="frostline-bench-")
         self._name = f"{side}, {size} rank(s), dense {dense}"
         threads = max(1, config["threads"] // size)
-        # as_shipped runs as its users run it, in a plain environment
-        environment = {**os.environ, **(ENVIRONMENT if dense == "same" else {})}
+        # TorchRec as shipped runs in a plain environment, as its users run it
+        is_plain = side == "torchrec" and dense == "as_shipped"
+        environment = dict(os.environ) if is_plain else {**os.environ, **ENVIRONMENT}
         self._ranks = []
         for rank in range(size):
             store_file = str(Path(self._folder.name) / "store")
@@ -110,7 +111,7 @@ def main(arguments: list[str]) -> None:
     from services.allocator import set_allocator
 
     spec = ProcessSpec(**json.loads(arguments[0]))
-    if spec.dense == "same":
+    if spec.side == "frostline" or spec.dense == "same":
         set_allocator()
     import torch
 
