@@ -12,6 +12,8 @@ import numpy as np
 from embedding_server.index import Index
 
 _NUM_BUCKETS = 64
+_BYTES_PER_ID = 19
+_MAX_HALVINGS = 32
 _PURGE_ABOVE = 0.5  # share of admitted IDs from which the index is built anew without them
 
 
@@ -41,6 +43,19 @@ class VisitCounts:
         known = entries != 0
         self._index.set_locations(entries[known], counts[known].astype(np.uint32))
         return counts
+
+    def fit(self, limit_bytes: int, arriving: int) -> None:
+        """Halves all counts, and forgets those that reach zero, until `arriving` more IDs fit limit_bytes.
+
+        So a stream of IDs that come once cannot fill the memory, and IDs that come again are counted on.
+        """
+        for _ in range(_MAX_HALVINGS):
+            if not len(self) or (len(self._index) + arriving) * _BYTES_PER_ID <= limit_bytes:
+                return
+            entries = self._index.scan(0, _NUM_BUCKETS)
+            halved = entries.locations // 2
+            self._index, self._admitted = Index(_NUM_BUCKETS), 0
+            self._index.insert(entries.row_ids[halved > 0], halved[halved > 0])
 
     def forget(self, row_ids: np.ndarray) -> None:
         """These IDs have a row now."""

@@ -115,10 +115,15 @@ class HotPath:
     def _visit(self, ids: Mapping[str, np.ndarray], step: int) -> tuple[_Request, dict[int, _Cold]]:
         request = self._find(ids, step)
         left: dict[int, _Cold] = {}
+        generations = [table.generation for table in request.tables]
         for k in np.flatnonzero(request.cold).tolist():
             cold = self._visit_cold(request, k, step)
             if cold.positions.shape[0]:
                 left[k] = cold
+        # Rows move to make room, also of other tables; none that was visited at this step freezes.
+        moved = [k for k, table in enumerate(request.tables) if table.generation != generations[k]]
+        if moved:
+            self._find_tables(request, np.array(moved, np.int64), None, _NO_CODES)
         for k, table in enumerate(request.tables):
             if k not in left:
                 table.remember(request.row_ids[k], request.slots[request.starts[k] : request.starts[k + 1]])
@@ -141,8 +146,9 @@ class HotPath:
         total = ignored = 0
         for update in updates:
             slots = update.table.slots_of_pull(update.row_ids)
-            if slots is None:
-                update = _without_repeats(update)
+            distinct = _without_repeats(update)
+            if slots is None or distinct is not update:
+                update = distinct
                 slots, not_hot = update.table.find_slots(update.row_ids)
                 ignored += not_hot
             total += slots.shape[0]
@@ -221,10 +227,7 @@ class HotPath:
     def _visit_cold(self, request: _Request, k: int, step: int) -> _Cold:
         table, row_ids, slots = request.tables[k], request.row_ids[k], self._slots(request, k)
         positions = np.flatnonzero(slots < 0)
-        generation = table.generation
         entries, locations = table.visit_cold(row_ids[positions], step)
-        if table.generation != generation:  # rows moved to make room, perhaps some of this request
-            self._find_tables(request, np.array([k]), None, _NO_CODES)
         is_hot = (entries != 0) & ((locations & FROZEN_BIT) == 0)
         slots[positions[is_hot]] = locations[is_hot]
         stays = ~is_hot

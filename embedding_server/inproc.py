@@ -35,6 +35,8 @@ from embedding_server.store import (
 )
 
 T = TypeVar("T")
+_MAINTAIN_EVERY = 32  # steps
+_MAX_SLICES = 10_000
 
 
 class InprocStore(EmbeddingStore):
@@ -78,7 +80,8 @@ class InprocStore(EmbeddingStore):
 
     def pull(self, who: Identity, step: int, ids: Mapping[str, RoutedIds]) -> dict[str, Rows]:
         with self._lock:
-            future = self._shard.pull(who, step, {n: i.row_ids for n, i in ids.items()}, self.wire_dtype)
+            # copies: the shard compares a Push with what was pulled, and the caller may reuse its arrays
+            future = self._shard.pull(who, step, {n: i.row_ids.copy() for n, i in ids.items()}, self.wire_dtype)
         rows = self._wait(future, f"Pull of step {step}")
         with self._lock:
             self._count_pull(ids, sum(r.values.nbytes + r.flags.nbytes for r in rows.values()))
@@ -103,6 +106,8 @@ class InprocStore(EmbeddingStore):
         with self._lock:
             future = self._shard.push(who, step, parts, push_dtype(self.wire_dtype))
             self._count_push(gradients)
+            if step % _MAINTAIN_EVERY == 0:  # thawed rows leave dead ones behind also without re-selections
+                self._maintain()
         return self._wait(future, f"Push of step {step}")
 
     def heat_histograms(self, who: Identity, step: int) -> dict[str, HeatHistogram]:
@@ -117,9 +122,13 @@ class InprocStore(EmbeddingStore):
                 moves, done = self._shard.reselect(who, step, frostlines)
                 for name, m in moves.items():
                     total[name] = total.get(name, Moves()) + m
-            while self._shard.maintain():
-                pass
+            self._maintain()
         return total
+
+    def _maintain(self) -> None:
+        for _ in range(_MAX_SLICES):
+            if not self._shard.maintain():
+                return
 
     def lookup(self, ids: Mapping[str, RoutedIds]) -> dict[str, Rows]:
         with self._lock:

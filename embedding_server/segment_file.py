@@ -183,7 +183,7 @@ def write_segment(path: Path, fmt: SegmentFormat, frozen_step: int, arrays: Segm
     try:
         _write_partial(partial, fmt, frozen_step, arrays)
         os.rename(partial, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError:
         for leftover in (partial, path):
             with contextlib.suppress(OSError):
@@ -204,7 +204,7 @@ def _write_partial(partial: Path, fmt: SegmentFormat, frozen_step: int, arrays: 
         os.close(fd)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         sync_fd(fd)

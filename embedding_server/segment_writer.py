@@ -98,6 +98,8 @@ class SegmentWriter:
         """Forgets a waiting segment. Not the one being written."""
         if builder in self._waiting:
             self._waiting.remove(builder)
+        if not self.has_pending:  # what failed to be written is needed no more, and nothing would clear the failure
+            self._retry_s = self._retry_at = 0.0
 
     def step(self) -> tuple[SegmentBuilder, MappedSegment] | None:
         """Starts a write if none is under way, and returns a finished one with its mapped file, if any."""

@@ -13,25 +13,31 @@ Invariants:
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from embedding_server.errors import FrostlineError, InvalidInput, NotReady, TableConflict, UnknownTable
+from embedding_server.epochs import load_epochs, save_epochs
+from embedding_server.errors import (
+    FencedEpoch,
+    InvalidInput,
+    NotReady,
+    TableConflict,
+    UnknownTable,
+)
 from embedding_server.heap import release_free_heap
-from embedding_server.hot_path import HotPath, Update
+from embedding_server.heat import NUM_BINS
+from embedding_server.hot_path import HotPath
 from embedding_server.kernels import choose_backend
-from embedding_server.kernels.updates import make_sums
 from embedding_server.kernels.visits import first_foreign
+from embedding_server.pushes import Push, ShardGradients, check_parts, check_wire_dtype, default_update, update_of
 from embedding_server.reselection import Reselection, heat_histogram
 from embedding_server.slots import MemoryBudget
 from embedding_server.spec import TableSpec
@@ -48,61 +54,32 @@ from embedding_server.store import (
     PushAck,
     ReplyBuffers,
     Rows,
-    RowSums,
     StoreStats,
     UpdateMode,
     WireDtype,
 )
-from embedding_server.table import Table, sum_by_row
+from embedding_server.table import Table
 from embedding_server.table_threads import TableThreads
+
+__all__ = ["Shard", "ShardGradients"]
 
 T = TypeVar("T")
 
 MAX_ROWS_PER_CALL = 1 << 24
 MAX_STAGED_BYTES = 2 << 30  # parts of one worker's push that wait for the others
 MAX_EVENTS = 100
-MAX_PARTS = 4096
 _MOVES_BETWEEN_RELEASES = 1 << 18  # fewer leave little behind, and what is released must be faulted in again
-_EPOCHS_FILE = "epochs.json"
-
-
-@dataclass(frozen=True, slots=True)
-class ShardGradients:
-    """Gradients of one table for one shard; as store.TableGradients, without routing."""
-
-    row_ids: np.ndarray  # int64[n]
-    values: np.ndarray  # [n, D] of WIRE_NUMPY[wire_dtype]
-    learning_rate: float
-    default_gradient: np.ndarray | None = None  # float32[D]
-    sums: RowSums | None = None  # in place of values; never from another process
-
-
-@dataclass(slots=True)
-class _Push:
-    """The push of one worker for its next step: its parts, and who waits for the acknowledgement."""
-
-    step: int
-    num_parts: int
-    parts: dict[int, Mapping[str, ShardGradients]] = field(default_factory=dict)
-    wire_dtype: WireDtype = "float32"
-    size_bytes: int = 0
-    waiting: list[Future[PushAck]] = field(default_factory=list)
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.parts) == self.num_parts
-
-    def chunks(self, table: str) -> list[ShardGradients]:
-        return [self.parts[k][table] for k in sorted(self.parts) if table in self.parts[k]]
+MAX_LEARNING_RATE = 1e30  # float32 arithmetic
 
 
 @dataclass(slots=True)
 class _Job:
     steps: JobSteps
-    staged: dict[int, _Push] = field(default_factory=dict)  # by worker
+    staged: dict[int, Push] = field(default_factory=dict)  # by worker
     #: default-row gradients of pipelined pushes, by step and worker, until all workers' are here
     defaults: dict[int, dict[int, dict[str, ShardGradients]]] = field(default_factory=dict)
     waiting_pulls: list[tuple[int, Callable[[], None], Future[Any]]] = field(default_factory=list)
+    reselection: Reselection | None = None
 
 
 class Shard:
@@ -138,9 +115,10 @@ class Shard:
         self._rows = HotPath(self._threads)
         self._jobs: dict[str, _Job] = {}
         self._events: deque[str] = deque(maxlen=MAX_EVENTS)
-        self._reselection: Reselection | None = None
         self._moves_at_release = 0  # rows frozen and thawed before the last release_free_heap
-        self._load_epochs()
+        for job, epoch in load_epochs(self.data_dir).items():
+            self._jobs[job] = _Job(JobSteps(job))
+            self._jobs[job].steps.epoch = epoch
 
     @property
     def is_in_place(self) -> bool:
@@ -170,8 +148,18 @@ class Shard:
                 num_buckets=NUM_BUCKETS,
                 on_event=self._events.append,
                 writer=self._writer,
+                ask_others=self._make_room,
             )
             self._rows.add(table)
+
+    def _make_room(self, asking: Table, size_bytes: int, step: int) -> None:
+        """Lets the other tables of the asking one's job freeze their coldest rows, the largest first."""
+        target = self._budget.free_bytes + size_bytes
+        others = [t for t in self._tables.values() if t is not asking and t.job == asking.job]
+        for table in sorted(others, key=lambda t: t.slots.num_taken * t.hot_row_bytes, reverse=True):
+            if self._budget.free_bytes >= target:
+                return
+            table.give_back(target - self._budget.free_bytes, step)
 
     def table_specs(self) -> dict[str, TableSpec]:
         return {name: table.spec for name, table in self._tables.items()}
@@ -185,45 +173,24 @@ class Shard:
     def begin_epoch(self, job: str, num_workers: int, mode: UpdateMode, epoch: int) -> EpochInfo:
         """Fences every earlier epoch of the job: what was staged is dropped, who waits gets FencedEpoch."""
         state = self._jobs.get(job) or _Job(JobSteps(job))
+        state.steps.check_begin(num_workers, mode, epoch)
+        if not self._temporary:  # persisted before anybody may rely on the fence
+            save_epochs(self.data_dir, {**{name: known.steps.epoch for name, known in self._jobs.items()}, job: epoch})
+        same_workers = num_workers == state.steps.num_workers
         state.steps.begin(num_workers, mode, epoch)
         self._jobs[job] = state
         fenced = [f for push in state.staged.values() for f in push.waiting]
         fenced += [future for _, _, future in state.waiting_pulls]
         state.staged.clear()
         state.waiting_pulls.clear()
-        state.defaults = {
-            step: by_worker for step, by_worker in state.defaults.items() if len(state.steps.applied) == num_workers
-        }
-        if self._reselection is not None:
-            self._reselection.abandon()
-            self._reselection = None
-        self._save_epochs()
+        if not same_workers:
+            state.defaults.clear()
+        if state.reselection is not None:
+            state.reselection.abandon()
+            state.reselection = None
         for future in fenced:
-            try:
-                state.steps.check(Identity(job, epoch - 1, 0))
-            except FrostlineError as error:
-                _fail(future, error)
+            _fail(future, FencedEpoch(f"job {job!r}: epoch {epoch} has begun; stop this worker", epoch))
         return state.steps.info()
-
-    def _load_epochs(self) -> None:
-        path = self.data_dir / _EPOCHS_FILE
-        if not path.exists():
-            return
-        for job, epoch in json.loads(path.read_text()).items():
-            self._jobs[job] = _Job(JobSteps(job))
-            self._jobs[job].steps.epoch = int(epoch)
-
-    def _save_epochs(self) -> None:
-        """Persists the fences before anybody may rely on them."""
-        if self._temporary:
-            return
-        path = self.data_dir / _EPOCHS_FILE
-        temporary = path.with_suffix(".tmp")
-        with open(temporary, "w") as file:
-            json.dump({name: job.steps.epoch for name, job in self._jobs.items()}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
 
     # Pull -------------------------------------------------------------------------------------------------------------
 
@@ -238,7 +205,7 @@ class Shard:
         buffers: ReplyBuffers | None = None,
     ) -> Future[dict[str, Rows]]:
         """`buffers` is asked where the rows are to lie when the pull runs; None: in arrays of their own."""
-        _check_wire_dtype(wire_dtype)
+        check_wire_dtype(wire_dtype)
 
         def read(is_repeat: bool) -> dict[str, Rows]:
             if is_repeat:
@@ -268,19 +235,22 @@ class Shard:
     ) -> Future[T]:
         """Checks a Pull and calls read(is_repeat) when it is its turn."""
         job = self._job(who)
-        _check_parts(part, num_parts)
+        check_parts(part, num_parts)
         for name, row_ids in ids.items():
             self._check_ids(name, row_ids)
+            self._check_owner(who.job, name)
         future: Future[T] = Future()
-        if job.steps.is_repeated_pull(who.worker, step, part):
+        if job.steps.is_repeated_pull(who.worker, step, part, num_parts):
             future.set_result(read(True))
             return future
 
         def run() -> None:
             # a retry of it may have run while this one waited
-            is_repeat = job.steps.is_repeated_pull(who.worker, step, part)
+            is_repeat = job.steps.is_repeated_pull(who.worker, step, part, num_parts)
             rows = read(is_repeat)
             if not is_repeat:
+                for name in ids:
+                    self._tables[name].job = who.job
                 job.steps.note_pull(who.worker, step, part, num_parts)
             future.set_result(rows)
 
@@ -317,8 +287,8 @@ class Shard:
     ) -> Future[PushAck]:
         """A part that is not the last is acknowledged at once, with rows_applied 0; the last applies all of them."""
         job = self._job(who)
-        _check_parts(part, num_parts)
-        _check_wire_dtype(wire_dtype)
+        check_parts(part, num_parts)
+        check_wire_dtype(wire_dtype)
         future: Future[PushAck] = Future()
         if job.steps.is_repeated_push(who.worker, step):
             future.set_result(PushAck(step, 0, 0, duplicate=True))
@@ -326,7 +296,9 @@ class Shard:
         try:
             push = self._stage(job, who.worker, step, gradients, wire_dtype, part, num_parts)
         except InvalidInput:
-            job.staged.pop(who.worker, None)  # whoever sent the faulty part sends the whole push again
+            staged = job.staged.get(who.worker)
+            if staged is not None and not staged.is_complete:  # the whole push will be sent again
+                del job.staged[who.worker]
             raise
         if not push.is_complete:
             future.set_result(PushAck(step, 0, 0, duplicate=False))
@@ -349,15 +321,15 @@ class Shard:
         wire_dtype: WireDtype,
         part: int,
         num_parts: int,
-    ) -> _Push:
+    ) -> Push:
         """Validates one part and keeps it. A part sent again replaces itself."""
         for name, table_gradients in gradients.items():
-            self._check_gradients(job, worker, name, table_gradients, wire_dtype)
+            self._check_gradients(job, worker, step, name, table_gradients, wire_dtype)
         push = job.staged.get(worker)
+        if push is not None and push.is_complete:  # it waits for other workers: this is a retry, and changes nothing
+            return push
         if push is None or push.num_parts != num_parts or push.wire_dtype != wire_dtype:
-            push = job.staged[worker] = _Push(
-                step, num_parts, wire_dtype=wire_dtype, waiting=push.waiting if push else []
-            )
+            push = job.staged[worker] = Push(step, num_parts, wire_dtype=wire_dtype)
         if part not in push.parts:
             push.size_bytes += sum(g.row_ids.nbytes + g.values.nbytes for g in gradients.values())
         if push.size_bytes > MAX_STAGED_BYTES:
@@ -365,24 +337,35 @@ class Shard:
                 f"job {job.steps.job!r}, worker {worker}: the push of step {step} holds {push.size_bytes} bytes,"
                 f" more than {MAX_STAGED_BYTES}; use a smaller batch"
             )
-        push.parts[part] = gradients
+        # A default gradient may wait for other workers' pushes, long after the caller has reused its array.
+        push.parts[part] = {
+            name: g if g.default_gradient is None else replace(g, default_gradient=g.default_gradient.copy())
+            for name, g in gradients.items()
+        }
         return push
 
     def _apply_step(self, job: _Job, step: int) -> None:
         """sync: sums all workers' gradients per row in worker order and applies each row once."""
         workers = [job.staged[w] for w in range(job.steps.num_workers)]
+        waiting = [future for push in workers for future in push.waiting]
+        job.staged.clear()
         names = list({name: None for push in workers for part in push.parts.values() for name in part})
         chunks = [[(chunk, push.wire_dtype) for push in workers for chunk in push.chunks(name)] for name in names]
-        applied, ignored = self._apply_tables(job, names, chunks, step)
-        for name, of_table in zip(names, chunks, strict=True):
-            defaults = [chunk for chunk, _ in of_table if chunk.default_gradient is not None]
-            self._apply_default(job, name, defaults, step)
-        job.staged.clear()
+        try:
+            defaults = [
+                default_update(name, [c for c, _ in of_table if c.default_gradient is not None])
+                for name, of_table in zip(names, chunks, strict=True)
+            ]
+            applied, ignored = self._apply_tables(job, names, chunks, step)
+        except InvalidInput as error:  # a sum over the workers overflowed: nothing was applied
+            for future in waiting:
+                _fail(future, error)
+            return
+        self._apply_defaults(job, [default for default in defaults if default], step)
         for worker in range(job.steps.num_workers):
             job.steps.note_push(worker, step)
-        for push in workers:
-            for future in push.waiting:
-                _complete(future, PushAck(step, applied, ignored, duplicate=False))
+        for future in waiting:
+            _complete(future, PushAck(step, applied, ignored, duplicate=False))
 
     def _apply_one(self, job: _Job, worker: int) -> None:
         """pipelined: applies one worker's push; default rows wait for all workers, so that all shards agree on them."""
@@ -404,8 +387,13 @@ class Shard:
                 break
             del job.defaults[step]
             for name in {name: None for w in sorted(by_worker) for name in by_worker[w]}:
-                chunks_of_workers = [by_worker[w][name] for w in sorted(by_worker) if name in by_worker[w]]
-                self._apply_default(job, name, chunks_of_workers, step)
+                gradients_of_name = [by_worker[w][name] for w in sorted(by_worker) if name in by_worker[w]]
+                try:
+                    update = default_update(name, gradients_of_name)
+                except InvalidInput as error:  # the rows are applied and acknowledged by now
+                    self._events.append(f"step {step}: {error}; the default row skips this step")
+                    continue
+                self._apply_defaults(job, [update] if update else [], step)
         for future in push.waiting:
             _complete(future, PushAck(push.step, applied, ignored, duplicate=False))
 
@@ -417,19 +405,14 @@ class Shard:
         for name, of_table in zip(names, chunks, strict=True):
             with_rows = [(chunk, dtype) for chunk, dtype in of_table if chunk.row_ids.shape[0]]
             if with_rows:
-                updates.append(_update_of(self._tables[name], with_rows))
+                updates.append(update_of(self._tables[name], with_rows))
         return self._rows.apply(updates, scale=1.0 / job.steps.num_workers, step=step)
 
-    def _apply_default(self, job: _Job, name: str, chunks: list[ShardGradients], step: int) -> None:
-        if not chunks:
-            return
-        total = np.zeros(self._tables[name].spec.dim, np.float32)
-        for chunk in chunks:
-            assert chunk.default_gradient is not None
-            total += chunk.default_gradient
-        self._tables[name].apply_default(
-            total, scale=1.0 / job.steps.num_workers, learning_rate=chunks[0].learning_rate, step=step
-        )
+    def _apply_defaults(self, job: _Job, updates: list[tuple[str, np.ndarray, float]], step: int) -> None:
+        for name, total, learning_rate in updates:
+            self._tables[name].apply_default(
+                total, scale=1.0 / job.steps.num_workers, learning_rate=learning_rate, step=step
+            )
 
     # Advance ----------------------------------------------------------------------------------------------------------
 
@@ -437,35 +420,36 @@ class Shard:
         self._job(who).steps.check_barrier(step)
         return {
             name: heat_histogram(table, step)
-            for name, table in self._tables.items()
+            for name, table in self._tables_of(who.job).items()
             if table.spec.policy.kind == "topk"
         }
 
     def reselect(self, who: Identity, step: int, frostlines: Mapping[str, Frostline]) -> tuple[dict[str, Moves], bool]:
         """One slice of the pass; (moves of this slice, done). Call again with the same arguments until done."""
-        self._job(who).steps.check_barrier(step)
-        for name in frostlines:
-            if self._table(name).spec.policy.kind != "topk":
-                raise InvalidInput(
-                    f"table {name!r}: a frostline was sent but its policy is {self._table(name).spec.policy.kind!r};"
-                    " only tables of policy 'topk' take one"
-                )
-        current = self._reselection
+        job = self._job(who)
+        job.steps.check_barrier(step)
+        for name, frostline in frostlines.items():
+            self._check_frostline(who.job, name, frostline)
+        current = job.reselection
         if current is None or current.step != step or current.frostlines != dict(frostlines):
             if current is not None:
                 current.abandon()
-            current = self._reselection = Reselection(self._tables, step, frostlines)
+            current = job.reselection = Reselection(self._tables_of(who.job), step, frostlines)
         moves, done = current.advance()
         if done:
-            self._reselection = None
+            job.reselection = None
         return moves, done
+
+    def _tables_of(self, job: str) -> dict[str, Table]:
+        """Tables that the job trains, and those that nobody has trained yet."""
+        return {name: table for name, table in self._tables.items() if table.job in (None, job)}
 
     # Look-up, statistics, background ----------------------------------------------------------------------------------
 
     def lookup(
         self, ids: Mapping[str, np.ndarray], wire_dtype: WireDtype, buffers: ReplyBuffers | None = None
     ) -> dict[str, Rows]:
-        _check_wire_dtype(wire_dtype)
+        check_wire_dtype(wire_dtype)
         for name, row_ids in ids.items():
             self._check_ids(name, row_ids)
         return self._rows.read(ids, wire_dtype, buffers, always_default=False)
@@ -507,6 +491,29 @@ class Shard:
             raise UnknownTable(f"table {name!r} does not exist (tables: {known}); create it with CreateTables")
         return table
 
+    def _check_owner(self, job: str, name: str) -> None:
+        """A table's steps are those of one job: heat, idleness and frostlines of two would mix."""
+        owner = self._tables[name].job
+        if owner not in (None, job):
+            raise InvalidInput(
+                f"table {name!r} is trained by job {owner!r}, so job {job!r} cannot; go on under the name {owner!r}, or"
+                " give this job tables of its own"
+            )
+
+    def _check_frostline(self, job: str, name: str, frostline: Frostline) -> None:
+        policy = self._table(name).spec.policy
+        self._check_owner(job, name)
+        if policy.kind != "topk":
+            raise InvalidInput(
+                f"table {name!r}: a frostline was sent but its policy is {policy.kind!r}; only tables of policy 'topk'"
+                " take one"
+            )
+        if not (-1 <= frostline.bin < NUM_BINS and 0.0 <= frostline.tie_fraction <= 1.0):
+            raise InvalidInput(
+                f"table {name!r}: {frostline} must have bin in [-1, {NUM_BINS}) and tie_fraction in [0, 1]; send what"
+                " compute_frostline gives"
+            )
+
     def _check_ids(self, name: str, row_ids: np.ndarray) -> None:
         self._table(name)
         if row_ids.ndim != 1 or row_ids.dtype != np.int64:
@@ -528,12 +535,13 @@ class Shard:
                 )
 
     def _check_gradients(
-        self, job: _Job, worker: int, name: str, gradients: ShardGradients, wire_dtype: WireDtype
+        self, job: _Job, worker: int, step: int, name: str, gradients: ShardGradients, wire_dtype: WireDtype
     ) -> None:
         self._check_ids(name, gradients.row_ids)
+        self._check_owner(job.steps.job, name)
         rate = gradients.learning_rate
-        if not np.isfinite(rate) or rate < 0.0:
-            raise InvalidInput(f"table {name!r}: learning_rate={rate} must be finite and not negative")
+        if not 0.0 <= rate <= MAX_LEARNING_RATE:
+            raise InvalidInput(f"table {name!r}: learning_rate={rate} must be in [0, {MAX_LEARNING_RATE:g}]")
         if gradients.values.dtype != WIRE_NUMPY[wire_dtype]:
             raise InvalidInput(
                 f"table {name!r}: gradients have dtype {gradients.values.dtype}; {wire_dtype} travels as"
@@ -542,6 +550,8 @@ class Shard:
         values = gradients.values if gradients.sums is None else None  # who gives sums has checked them
         self._tables[name].check_gradients(gradients.row_ids, values, wire_dtype, gradients.default_gradient)
         for other, push in job.staged.items():
+            if push.step != step:
+                continue
             for chunk in push.chunks(name):
                 if chunk.learning_rate != rate and (other != worker or push.num_parts > 1):
                     raise InvalidInput(
@@ -550,31 +560,10 @@ class Shard:
                     )
 
 
-def _check_parts(part: int, num_parts: int) -> None:
-    if not 1 <= num_parts <= MAX_PARTS or not 0 <= part < num_parts:
-        raise InvalidInput(f"part={part} of num_parts={num_parts}: parts count from 0 and are at most {MAX_PARTS}")
-
-
-def _check_wire_dtype(wire_dtype: str) -> None:
-    if wire_dtype not in WIRE_NUMPY:
-        raise InvalidInput(f"wire_dtype={wire_dtype!r} must be one of {', '.join(WIRE_NUMPY)}")
-
-
 def _difference(known: TableSpec, wanted: TableSpec) -> str:
     """The fields that differ, `field: known != wanted`."""
     a, b = known.model_dump(), wanted.model_dump()
     return ", ".join(f"{key}: {a[key]} != {b[key]}" for key in a if a[key] != b[key])
-
-
-def _update_of(table: Table, chunks: list[tuple[ShardGradients, WireDtype]]) -> Update:
-    """Chunks of several workers or parts are summed by row, in order."""
-    first, dtype = chunks[0]
-    if len(chunks) == 1:
-        return Update(table, first.row_ids, first.values, dtype, first.learning_rate, first.sums)
-    dim = table.spec.dim
-    values = [(c.values, d) if c.sums is None else (make_sums(c.sums, dim), "float32") for c, d in chunks]
-    row_ids, total = sum_by_row(np.concatenate([chunk.row_ids for chunk, _ in chunks]), values, dim)
-    return Update(table, row_ids, total, "float32", first.learning_rate)
 
 
 def _complete(future: Future[PushAck], ack: PushAck) -> None:

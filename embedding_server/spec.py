@@ -46,7 +46,9 @@ class PolicySpec(_Spec):
     hot_fraction: float = Field(0.4, gt=0.0, le=1.0, description="topk: share of the table's rows that train")
     select: Literal["topk", "random"] = Field("topk", description="topk: rank by heat, or by hash (the control)")
     probation_visits: int = Field(4, ge=0, le=255, description="topk: visits that a new row trains whatever its rank")
-    half_life_steps: float = Field(1000.0, gt=0.0, description="steps after which a visit counts half in the heat")
+    half_life_steps: float = Field(
+        1000.0, ge=1e-3, le=1e9, description="steps after which a visit counts half in the heat"
+    )
     frozen_bits: Literal[8, 32] = Field(8, description="bits per value of a frozen row")
     min_count: int = Field(1, ge=1, le=255, description="visits after which an ID gets a row of its own")
 

@@ -28,7 +28,7 @@ class JobSteps:
         self.mode: UpdateMode = "sync"
         self.applied: list[int] = []
         self.pulled: list[int] = []
-        self._pull_parts: dict[int, set[int]] = {}
+        self._pull_parts: dict[int, tuple[int, set[int]]] = {}  # by worker: num_parts, parts that ran
 
     @property
     def last_step(self) -> int:
@@ -38,8 +38,8 @@ class JobSteps:
     def info(self) -> EpochInfo:
         return EpochInfo(self.epoch, self.last_step)
 
-    def begin(self, num_workers: int, mode: UpdateMode, epoch: int) -> None:
-        """FencedEpoch unless epoch rises; NotReady if the number of workers changes between two steps."""
+    def check_begin(self, num_workers: int, mode: UpdateMode, epoch: int) -> None:
+        """FencedEpoch unless epoch rises; NotReady if workers or mode change while a step is applied for some only."""
         if epoch <= self.epoch:
             raise FencedEpoch(
                 f"job {self.job!r}: epoch {epoch} must be above the current epoch {self.epoch};"
@@ -50,13 +50,16 @@ class JobSteps:
             raise InvalidInput(f"job {self.job!r}: num_workers={num_workers} must be in [1, {MAX_WORKERS}]")
         if mode not in ("sync", "pipelined"):
             raise InvalidInput(f"job {self.job!r}: mode={mode!r} must be 'sync' or 'pipelined'")
+        is_torn = bool(self.applied) and max(self.applied) != self.last_step
+        if is_torn and (num_workers, mode) != (self.num_workers, self.mode):
+            raise NotReady(
+                f"job {self.job!r}: {self.num_workers} workers in mode {self.mode!r} cannot become {num_workers} in"
+                f" mode {mode!r} while step {max(self.applied)} is applied for some workers only; finish the step first"
+            )
+
+    def begin(self, num_workers: int, mode: UpdateMode, epoch: int) -> None:
+        """What check_begin allowed."""
         if num_workers != self.num_workers:
-            if self.applied and max(self.applied) != self.last_step:
-                raise NotReady(
-                    f"job {self.job!r}: num_workers cannot change from {self.num_workers} to {num_workers} while step"
-                    f" {max(self.applied)} is applied for some workers only;"
-                    f" finish the step with {self.num_workers} workers"
-                )
             self.applied = [self.last_step] * num_workers
         self.epoch, self.num_workers, self.mode = epoch, num_workers, mode
         self.pulled = list(self.applied)  # what was applied was pulled: pulling it again is a repeat
@@ -73,7 +76,7 @@ class JobSteps:
         if not 0 <= who.worker < self.num_workers:
             raise InvalidInput(f"job {self.job!r}: worker={who.worker} must be in [0, {self.num_workers})")
 
-    def is_repeated_pull(self, worker: int, step: int, part: int) -> bool:
+    def is_repeated_pull(self, worker: int, step: int, part: int, num_parts: int) -> bool:
         """Whether this Pull ran before. StepGap if it skips a step."""
         if step < 1:
             raise InvalidInput(f"job {self.job!r}: step={step} must be at least 1")
@@ -83,7 +86,8 @@ class JobSteps:
                 f" pull step {self.pulled[worker] + 1} first",
                 self.pulled[worker] + 1,
             )
-        return step <= self.pulled[worker] or part in self._pull_parts.get(worker, ())
+        known_parts, ran = self._pull_parts.get(worker, (num_parts, set()))
+        return step <= self.pulled[worker] or (known_parts == num_parts and part in ran)
 
     def may_pull(self, step: int) -> bool:
         if self.mode == "sync":
@@ -91,9 +95,11 @@ class JobSteps:
         return min(self.pulled) >= step - 1 and self.last_step >= step - 2
 
     def note_pull(self, worker: int, step: int, part: int, num_parts: int) -> None:
-        parts = self._pull_parts.setdefault(worker, set())
-        parts.add(part)
-        if len(parts) == num_parts:
+        """The part ran. Another num_parts than before starts the Pull over: its parts hold other rows."""
+        known_parts, ran = self._pull_parts.get(worker, (num_parts, set()))
+        ran = {*ran, part} if known_parts == num_parts else {part}
+        self._pull_parts[worker] = num_parts, ran
+        if len(ran) == num_parts:
             self.pulled[worker] = step
             del self._pull_parts[worker]
 

@@ -45,6 +45,7 @@ _COMPACT_ABOVE = 0.125  # share of free slots from which the tail of the hot row
 _COMPACTION_SLICES = 64
 _COMPACT_AT_ONCE = 200_000  # rows: about 10 ms
 _LEAST_SEGMENT_BYTES = 1 << 20
+_WAITING_SHARE = 16  # IDs below min_count take at most 1/16 of the memory limit, then their counts are halved
 _PULLS_KEPT = 4  # a pipelined worker pushes step t after its Pull of t+1
 _ENTRY_COST = 22  # bytes of index that a new row costs at the lowest load, 0.7
 
@@ -60,8 +61,12 @@ class Table:
         num_buckets: int,
         on_event: Callable[[str], None],
         writer: Executor | None = None,
+        ask_others: Callable[[Table, int, int], None] = lambda table, size_bytes, step: None,
     ) -> None:
-        """`budget` bounds the bytes in memory of all tables of the shard; `on_event` takes lines for people."""
+        """`budget` bounds the bytes in memory of all tables of the shard; `on_event` takes lines for people.
+
+        ask_others(table, size_bytes, step) makes the shard's other tables give back memory that this one needs.
+        """
         self.spec = spec
         self.state_bytes_per_row = 4 * num_state_columns(spec.optimizer.kind, spec.dim) + _STEP_BYTES + _VISIT_BYTES
         self.hot_row_bytes = 4 * spec.dim + self.state_bytes_per_row
@@ -89,7 +94,9 @@ class Table:
         self._default = CpuHotRows(spec.dim, spec.optimizer, 1)
         state = np.full((1, self._default.num_state_columns), initial_state(spec.optimizer), np.float32)
         self._default.write(np.zeros(1, np.int32), np.zeros((1, spec.dim), np.float32), state)
+        self.job: str | None = None  # whose steps the table's visits count in; set by the first training Pull
         self._budget = budget
+        self._ask_others = ask_others
         self.on_event = on_event
         self._is_at_limit = False
         self._compaction_bucket = 0
@@ -187,13 +194,14 @@ class Table:
             self._check_values(row_ids, values, wire_dtype)
         if default_gradient is None:
             return
-        if default_gradient.shape != (dim,):
+        if not isinstance(default_gradient, np.ndarray) or default_gradient.shape != (dim,):
             raise InvalidInput(
                 f"table {name!r}: default_gradient has shape {list(default_gradient.shape)}; it must have {dim} values"
             )
-        if not np.isfinite(default_gradient).all():
+        if default_gradient.dtype != np.float32 or not np.isfinite(default_gradient).all():
             raise InvalidInput(
-                f"table {name!r}: the default row's gradient is not finite; nothing of this push was applied"
+                f"table {name!r}: the default row's gradient ({default_gradient.dtype}) must be finite float32 values;"
+                " nothing of this push was applied"
             )
 
     def _check_values(self, row_ids: np.ndarray, values: np.ndarray, wire_dtype: WireDtype) -> None:
@@ -203,6 +211,8 @@ class Table:
                 f"table {name!r}: gradients of shape {list(values.shape)} do not fit {row_ids.shape[0]} row_ids of"
                 f" dim {dim}; send one row of {dim} values per row_id"
             )
+        if not values.flags.c_contiguous:
+            raise InvalidInput(f"table {name!r}: gradients must lie row by row (C-contiguous); send a copy")
         bad = all_finite(wire_view(values), MODES[wire_dtype])
         if bad >= 0:
             raise InvalidInput(
@@ -242,12 +252,12 @@ class Table:
 
         entry_bytes: what the index will grow by for each of them.
         """
-        needed = max(0, n - self.slots.num_free) * self.hot_row_bytes + n * entry_bytes
-        if needed > self._budget.free_bytes:
-            freeze_coldest(self, -(-(needed - self._budget.free_bytes) // self.hot_row_bytes), step)
-            self.segments.flush()  # a buffer counts as memory until its file is there
-            self._compact()
-            self._record_memory()
+        short = max(0, n - self.slots.num_free) * self.hot_row_bytes + n * entry_bytes - self._budget.free_bytes
+        if short > 0:
+            self.give_back(short, step)
+            short = max(0, n - self.slots.num_free) * self.hot_row_bytes + n * entry_bytes - self._budget.free_bytes
+        if short > 0:
+            self._ask_others(self, short, step)
         slots = self.slots.take_free(n)
         room = self._budget.free_bytes - slots.shape[0] * entry_bytes
         grows = min(n - slots.shape[0], max(0, room) // (self.hot_row_bytes + entry_bytes))
@@ -257,10 +267,19 @@ class Table:
         self._record_memory()
         return slots
 
+    def give_back(self, size_bytes: int, step: int) -> None:
+        """Freezes the coldest rows to bring memory down by size_bytes, as far as they go."""
+        if not freeze_coldest(self, -(-size_bytes // self.hot_row_bytes), step):
+            return
+        self.segments.flush()  # a buffer counts as memory until its file is there
+        self._compact()
+        self._record_memory()
+
     def _admit(self, row_ids: np.ndarray, first_visit: np.ndarray, step: int) -> None:
         """Gives a row to each ID that has earned one; the others go on reading the default row."""
         policy = self.spec.policy
         if self.waiting is not None:
+            self.waiting.fit(self._budget.limit_bytes // _WAITING_SHARE, row_ids.shape[0])
             row_ids = row_ids[self.waiting.visit(row_ids, first_visit) >= policy.min_count]
         above = self._enters_hot(row_ids, step)
         slots = self.take_slots(int(above.sum()), step, entry_bytes=_ENTRY_COST)
@@ -269,12 +288,16 @@ class Table:
             row_ids, above = np.delete(row_ids, dropped), np.delete(above, dropped)
         self._insert(row_ids[above], slots, step)
         below = row_ids[~above]
+        room = max(0, self._budget.free_bytes) // _ENTRY_COST
+        if room < below.shape[0]:
+            self._note_limit(below.shape[0] - room)
+            below = below[:room]
         if below.shape[0]:
             entries, _, used = self.index.insert(below, np.full(below.shape[0], INITIAL))
             self.rows_frozen += used
             self._bump_heat(entries, np.ones(used, np.bool_), step)
         if self.waiting is not None:
-            self.waiting.forget(row_ids)
+            self.waiting.forget(np.concatenate([row_ids[above], below]))
 
     def _insert(self, row_ids: np.ndarray, slots: np.ndarray, step: int) -> None:
         entries, _, _ = self.index.insert(row_ids, slots.astype(np.uint32))
@@ -445,11 +468,20 @@ def _folder_name(table: str) -> str:
 def sum_by_row(
     row_ids: np.ndarray, values: list[tuple[np.ndarray, WireDtype]], dim: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sums gradients of repeated row_ids in order: int64[n] and chunks of [n_k, D] -> int64[u], float32[u, D]."""
+    """Sums gradients of repeated row_ids in order: int64[n] and chunks of [n_k, D] -> int64[u], float32[u, D].
+
+    InvalidInput if a sum is not finite.
+    """
     unique, inverse = np.unique(row_ids, return_inverse=True)
     out = np.zeros((unique.shape[0], dim), np.float32)
     start = 0
     for chunk, dtype in values:
         add_by_inverse(wire_view(chunk), MODES[dtype], inverse[start : start + chunk.shape[0]], out)
         start += chunk.shape[0]
+    bad = all_finite(out, MODES["float32"])
+    if bad >= 0:
+        raise InvalidInput(
+            f"the gradient of row_id {int(unique[bad // dim])}, summed over workers, parts or repeats, is not finite;"
+            " nothing of this step was applied. Scale the loss down or clip"
+        )
     return unique, out

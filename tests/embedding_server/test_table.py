@@ -148,7 +148,10 @@ def test_default_rows_of_two_shards_stay_equal() -> None:
             for worker in order:
                 push = ShardGradients(*none, 0.1, gradients[worker])
                 shard.push(Identity("job", 1, worker), step, {"t": push}, "float32").result(0)
-    values = [s._rows.read({"t": np.array([7], np.int64)}, "float32", always_default=True)["t"].values.tobytes() for s in shards]
+    values = [
+        s._rows.read({"t": np.array([7], np.int64)}, "float32", always_default=True)["t"].values.tobytes()
+        for s in shards
+    ]
     assert values[0] == values[1]
     for shard in shards:
         shard.close()
