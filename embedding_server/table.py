@@ -200,7 +200,7 @@ class Table:
             )
         if default_gradient.dtype != np.float32 or not np.isfinite(default_gradient).all():
             raise InvalidInput(
-                f"table {name!r}: the default row's gradient ({default_gradient.dtype}) must be finite float32 values;"
+                f"table {name!r}: the default row's gradient is not finite float32 values ({default_gradient.dtype});"
                 " nothing of this push was applied"
             )
 

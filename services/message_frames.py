@@ -24,6 +24,9 @@ _ALIGNMENT = 8
 
 M = TypeVar("M", bound=Message)
 
+#: one a table and a few more; a message of nothing but tiny fields would take a hundred times its size to read
+MAX_FIELDS = 1 << 16
+
 _allocate_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
 _allocate_bytes.argtypes = (ctypes.c_char_p, ctypes.c_ssize_t)
 _allocate_bytes.restype = ctypes.py_object
@@ -132,6 +135,11 @@ def unframe(data: bytes, cls: type[M], bulk: Iterable[int]) -> tuple[M, dict[int
                 found[tag >> 3] = (content, at - content)
             else:
                 small.append(data[start:at])
+                if len(small) > MAX_FIELDS:
+                    raise InvalidInput(
+                        f"message: more than {MAX_FIELDS} fields beside the bulk in one {cls.DESCRIPTOR.name};"
+                        " name fewer tables in a call"
+                    )
         if at > end:
             raise IndexError
         return cls.FromString(b"".join(small)), found

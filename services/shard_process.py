@@ -78,6 +78,9 @@ def run_shard(options: ShardOptions) -> int:
     except FrostlineError as error:
         log.error("%s", error)
         return 1
+    except OSError as error:  # a folder that cannot be made or written, a port that is taken
+        log.error("%s; check --data-dir, --host and --port", error)
+        return 1
     _announce(options, address)
     stopping.wait()
     log.info("stopping: draining for at most %.0f s", options.drain_s)

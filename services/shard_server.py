@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 import numpy as np
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -272,6 +272,22 @@ class ServerState:
         return size
 
 
+def _parsed(
+    method: Callable[[Message, grpc.ServicerContext], Message], cls: type[Message]
+) -> Callable[[bytes, grpc.ServicerContext], Message]:
+    """The method for the bytes of a `cls`. gRPC's own parsing would answer INTERNAL to what is the caller's fault."""
+
+    def parse_and_call(data: bytes, context: grpc.ServicerContext) -> Message:
+        try:
+            request = cls.FromString(data)
+        except DecodeError:
+            text = f"message: {len(data)} bytes are not a whole {cls.DESCRIPTOR.name}; it was cut or is of another API"
+            return rpc_errors.abort(context, InvalidInput(text))
+        return method(request, context)
+
+    return parse_and_call
+
+
 def _handlers(service: str, servicer: Any) -> grpc.GenericRpcHandler:
     """Method handlers of a service; Pull, Push and Lookup pass bytes through."""
     handlers = {}
@@ -280,8 +296,7 @@ def _handlers(service: str, servicer: Any) -> grpc.GenericRpcHandler:
             handlers[method.name] = grpc.unary_unary_rpc_method_handler(getattr(servicer, method.name))
         else:
             handlers[method.name] = grpc.unary_unary_rpc_method_handler(
-                getattr(servicer, method.name),
-                request_deserializer=getattr(pb, method.input_type.name).FromString,
+                _parsed(getattr(servicer, method.name), getattr(pb, method.input_type.name)),
                 response_serializer=getattr(pb, method.output_type.name).SerializeToString,
             )
     return grpc.method_handlers_generic_handler(f"{pb.DESCRIPTOR.package}.{service}", handlers)

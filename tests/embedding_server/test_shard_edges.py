@@ -1,4 +1,4 @@
-"""Edges of a shard that were once wrong: arrays that callers reuse, calls repeated in another form, limits, two jobs."""
+"""Edges of a shard that were once wrong: arrays that callers reuse, calls repeated in another form, limits, jobs."""
 
 from __future__ import annotations
 

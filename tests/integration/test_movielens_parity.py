@@ -1,7 +1,7 @@
 """The main job's `full` arm against plain TorchRec: the same model on a local EmbeddingBagCollection.
 
-Same data order, same initial weights (dense and rows), same optimizers and schedules. Ours runs as the main job ships it:
-pipelined, 16-bit rows on the wire, the default precision of the dense layers. TorchRec's runs in float32 throughout.
+Same data order, same initial weights (dense and rows), same optimizers and schedules. Ours runs as the main job ships
+it: pipelined, 16-bit rows on the wire, the default precision of the dense layers. TorchRec's is float32 throughout.
 """
 
 from __future__ import annotations

@@ -358,3 +358,20 @@ def test_any_int64_is_a_row_id_and_duplicates_are_summed(serve: Callable[..., li
     expected = [minus_one, gradients[1], gradients[2], gradients[3] + 2, minus_one, minus_one]
     assert (values == -np.stack(expected)).all()
     client.channel.close()
+
+
+@pytest.mark.parametrize(
+    "method", ["EmbeddingShard/BeginEpoch", "EmbeddingShard/Advance", "EmbeddingLookup/GetTable", "EmbeddingShard/Pull"]
+)
+def test_bytes_that_are_no_message_are_the_callers_fault(serve: Callable[..., list[str]], method: str) -> None:
+    with grpc.insecure_channel(serve()[0]) as channel, pytest.raises(grpc.RpcError) as refused:
+        channel.unary_unary(f"/frostline.v1.{method}")(b"\xff" * 20, timeout=10)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "message" in refused.value.details()
+
+
+def test_a_message_of_tiny_fields_is_refused_at_a_bound(serve: Callable[..., list[str]]) -> None:
+    with grpc.insecure_channel(serve()[0]) as channel, pytest.raises(grpc.RpcError) as refused:
+        channel.unary_unary("/frostline.v1.EmbeddingLookup/Lookup")(b"\x08\x01" * (1 << 17), timeout=20)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "more than 65536 fields" in refused.value.details()
