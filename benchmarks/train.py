@@ -31,7 +31,7 @@ class State:
 
 
 def setup(config: dict[str, Any]) -> State:
-    """config["dense"] of ours: same, our default dense layers, and rivals with them too; as_shipped, torch's for all."""
+    """config["dense"] of ours: same, our default layers, and rivals with them too; as_shipped, torch's for all."""
     shards = start_shards(config["num_shards"])
     contestants = {"frostline": Contestant("frostline", config["dense"], config, addresses=shards.addresses)}
     for dense in dict.fromkeys([config["dense"], "as_shipped"]):
