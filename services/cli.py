@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 
 if TYPE_CHECKING:
@@ -26,6 +27,23 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"frostline {version('frostline')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Prints the version.")
+    ] = False,
+) -> None:
+    """Trains recommendation models over sharded embedding servers that freeze the long tail."""
+
 
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Results as JSON on standard output, all else on standard error.")
@@ -78,6 +96,14 @@ def _train(job: Job, console: Console) -> dict[str, Any]:
     }
 
 
+def _size_bytes(text: str | int) -> int:
+    """Bytes, or text like 4GiB, as in a job."""
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        raise typer.BadParameter(f"{text!r} is not a size; write bytes, or text like 4GiB") from None
+
+
 @app.command()
 def shard(
     host: Annotated[
@@ -90,7 +116,10 @@ def shard(
         str | None, typer.Option(metavar="FIRST-LAST", help="Buckets to own; default: an even share by --shard-index.")
     ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of segments; default: a temporary one.")] = None,
-    memory_limit_bytes: Annotated[int, typer.Option(min=1 << 20, help="Bound of this shard's memory.")] = 8 << 30,
+    memory_limit_bytes: Annotated[
+        int,
+        typer.Option(parser=_size_bytes, metavar="SIZE", help="Bound of this shard's memory; bytes, or like 4GiB."),
+    ] = 8 << 30,
     backend: Annotated[str, typer.Option(help="Row kernels: auto, cpu, reference or fbgemm.")] = "auto",
     threads: Annotated[int, typer.Option(min=1, help="Threads of libraries; the rows have one of their own.")] = 1,
 ) -> None:

@@ -102,7 +102,8 @@ def run_arm(arm_job: Job, arm: str, folder: Path, ray: RayGroup | None, show: Sh
     if servers.launch == "external":
         say(f"{arm}: trains with {_workers_text(arm_job)} and the shards at {', '.join(servers.addresses)}")
         return _run_on_ray(arm_job, arm, folder, ray, servers.addresses, lambda: None, show)
-    say(f"{arm}: trains with {_workers_text(arm_job)} and {servers.num_shards} new shards")
+    shards_text = "1 new shard" if servers.num_shards == 1 else f"{servers.num_shards} new shards"
+    say(f"{arm}: trains with {_workers_text(arm_job)} and {shards_text}")
     with _local_shards(arm_job, arm, folder) as shards:
         return _run_on_ray(arm_job, arm, folder, ray, shards.addresses, shards.check, show)
 
@@ -171,6 +172,6 @@ def _workers(arms: Mapping[str, Job], folder: Path, say: Say) -> Iterator[RayGro
     if not remote:
         yield None
         return
-    say("starting Ray")
+    say("starting Ray; the first run on a machine compiles kernels in workers and shards, up to a minute")
     with ray_group(remote[0].trainer.workers, folder / "ray") as group:
         yield group
