@@ -226,7 +226,7 @@ class Table:
 
         A Push mostly names what its Pull named; comparing is 20 times cheaper than finding and checking again.
         """
-        for pulled, slots, generation in self._pulled:
+        for pulled, slots, generation in reversed(self._pulled):
             if generation == self.generation and (pulled is row_ids or np.array_equal(pulled, row_ids)):
                 return slots
         return None
