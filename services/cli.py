@@ -28,6 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
 def _print_version(asked: bool) -> None:
     if asked:
         from importlib.metadata import version
