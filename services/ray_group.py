@@ -147,15 +147,25 @@ def reason_of(error: BaseException) -> str:
     """One line for each failed worker, without Ray's own trace."""
     failures = getattr(error, "worker_failures", None)
     if failures:
-        return "; ".join(f"worker {rank} {_what_happened(cause)}" for rank, cause in sorted(failures.items()))
+        # the cause first: when a worker dies or raises, the others lose their connection to it and fail too
+        in_order = sorted(failures.items(), key=lambda item: (_precedence(item[1]), item[0]))
+        return "; ".join(f"worker {rank} {_what_happened(cause)}" for rank, cause in in_order)
     return f"a worker {_what_happened(error)}"
+
+
+def _has_died(error: BaseException) -> bool:
+    return type(error).__name__ == "WorkerHealthCheckFailedError" or "died unexpectedly" in str(error)
+
+
+def _precedence(error: BaseException) -> int:
+    return 0 if _has_died(error) else 1 if type(error).__name__ == "WorkerFailed" else 2
 
 
 def _what_happened(error: BaseException) -> str:
     name, text = type(error).__name__, str(error).strip()
     if name == "WorkerFailed":
         return f"failed: {text}"
-    if name == "WorkerHealthCheckFailedError" or "died unexpectedly" in text:
+    if _has_died(error):
         return f"died: killed, out of memory, or a crash; see the logs in {LOGS}"
     first_line = text.splitlines()[0] if text else ""
     return f"failed: {name}: {first_line}; see the logs in {LOGS}"

@@ -34,6 +34,11 @@ def test_every_failed_worker_is_named():
     assert second.startswith("failed: ValueError: second; see the logs in ")
 
 
+def test_the_worker_that_died_is_named_before_those_that_lost_it():
+    error = GroupError({0: RuntimeError("gloo: Connection reset"), 1: WorkerHealthCheckFailedError("died")})
+    assert reason_of(error).startswith("worker 1 died: ")
+
+
 def test_a_dead_actor_is_a_dead_worker():
     error = RuntimeError(
         "Training failed due to controller error:\nThe actor died unexpectedly before finishing this task."
