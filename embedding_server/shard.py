@@ -30,21 +30,18 @@ from embedding_server.errors import (
     InvalidInput,
     NotReady,
     TableConflict,
-    UnknownTable,
 )
 from embedding_server.heap import release_free_heap
-from embedding_server.heat import NUM_BINS
 from embedding_server.hot_path import HotPath
 from embedding_server.kernels import choose_backend
-from embedding_server.kernels.visits import first_foreign
 from embedding_server.pushes import Push, ShardGradients, check_parts, check_wire_dtype, default_update, update_of
+from embedding_server.request_checks import RequestChecks
 from embedding_server.reselection import Reselection, heat_histogram
 from embedding_server.slots import MemoryBudget
 from embedding_server.spec import TableSpec
 from embedding_server.steps import JobSteps
 from embedding_server.store import (
     NUM_BUCKETS,
-    WIRE_NUMPY,
     EpochInfo,
     Frostline,
     HeatHistogram,
@@ -65,11 +62,9 @@ __all__ = ["Shard", "ShardGradients"]
 
 T = TypeVar("T")
 
-MAX_ROWS_PER_CALL = 1 << 24
 MAX_STAGED_BYTES = 2 << 30  # parts of one worker's push that wait for the others
 MAX_EVENTS = 100
 _MOVES_BETWEEN_RELEASES = 1 << 18  # fewer leave little behind, and what is released must be faulted in again
-MAX_LEARNING_RATE = 1e30  # float32 arithmetic
 
 
 @dataclass(slots=True)
@@ -103,7 +98,6 @@ class Shard:
         self.buckets = np.ones(NUM_BUCKETS, np.bool_) if buckets is None else np.asarray(buckets, np.bool_)
         if self.buckets.shape != (NUM_BUCKETS,):
             raise InvalidInput(f"buckets has shape {list(self.buckets.shape)}; it must have {NUM_BUCKETS} entries")
-        self._owns_all = bool(self.buckets.all())
         self._backend = choose_backend(backend)
         self._writer = writer
         self._temporary = data_dir is None
@@ -113,6 +107,7 @@ class Shard:
         self._tables: dict[str, Table] = {}
         self._threads = TableThreads(threads)
         self._rows = HotPath(self._threads)
+        self._checks = RequestChecks(self._tables, self.buckets)
         self._jobs: dict[str, _Job] = {}
         self._events: deque[str] = deque(maxlen=MAX_EVENTS)
         self._moves_at_release = 0  # rows frozen and thawed before the last release_free_heap
@@ -237,8 +232,8 @@ class Shard:
         job = self._job(who)
         check_parts(part, num_parts)
         for name, row_ids in ids.items():
-            self._check_ids(name, row_ids)
-            self._check_owner(who.job, name)
+            self._checks.ids(name, row_ids)
+            self._checks.owner(who.job, name)
         future: Future[T] = Future()
         if job.steps.is_repeated_pull(who.worker, step, part, num_parts):
             future.set_result(read(True))
@@ -324,7 +319,7 @@ class Shard:
     ) -> Push:
         """Validates one part and keeps it. A part sent again replaces itself."""
         for name, table_gradients in gradients.items():
-            self._check_gradients(job, worker, step, name, table_gradients, wire_dtype)
+            self._checks.gradients(job.steps.job, job.staged, worker, step, name, table_gradients, wire_dtype)
         push = job.staged.get(worker)
         if push is not None and push.is_complete:  # it waits for other workers: this is a retry, and changes nothing
             return push
@@ -429,7 +424,7 @@ class Shard:
         job = self._job(who)
         job.steps.check_barrier(step)
         for name, frostline in frostlines.items():
-            self._check_frostline(who.job, name, frostline)
+            self._checks.frostline(who.job, name, frostline)
         current = job.reselection
         if current is None or current.step != step or current.frostlines != dict(frostlines):
             if current is not None:
@@ -451,7 +446,7 @@ class Shard:
     ) -> dict[str, Rows]:
         check_wire_dtype(wire_dtype)
         for name, row_ids in ids.items():
-            self._check_ids(name, row_ids)
+            self._checks.ids(name, row_ids)
         return self._rows.read(ids, wire_dtype, buffers, always_default=False)
 
     def stats(self) -> StoreStats:
@@ -483,81 +478,6 @@ class Shard:
             raise NotReady(f"job {who.job!r}: no epoch has begun on this shard; call BeginEpoch first")
         job.steps.check(who)
         return job
-
-    def _table(self, name: str) -> Table:
-        table = self._tables.get(name)
-        if table is None:
-            known = ", ".join(sorted(self._tables)[:10]) or "none"
-            raise UnknownTable(f"table {name!r} does not exist (tables: {known}); create it with CreateTables")
-        return table
-
-    def _check_owner(self, job: str, name: str) -> None:
-        """A table's steps are those of one job: heat, idleness and frostlines of two would mix."""
-        owner = self._tables[name].job
-        if owner not in (None, job):
-            raise InvalidInput(
-                f"table {name!r} is trained by job {owner!r}, so job {job!r} cannot; go on under the name {owner!r}, or"
-                " give this job tables of its own"
-            )
-
-    def _check_frostline(self, job: str, name: str, frostline: Frostline) -> None:
-        policy = self._table(name).spec.policy
-        self._check_owner(job, name)
-        if policy.kind != "topk":
-            raise InvalidInput(
-                f"table {name!r}: a frostline was sent but its policy is {policy.kind!r}; only tables of policy 'topk'"
-                " take one"
-            )
-        if not (-1 <= frostline.bin < NUM_BINS and 0.0 <= frostline.tie_fraction <= 1.0):
-            raise InvalidInput(
-                f"table {name!r}: {frostline} must have bin in [-1, {NUM_BINS}) and tie_fraction in [0, 1]; send what"
-                " compute_frostline gives"
-            )
-
-    def _check_ids(self, name: str, row_ids: np.ndarray) -> None:
-        self._table(name)
-        if row_ids.ndim != 1 or row_ids.dtype != np.int64:
-            raise InvalidInput(
-                f"table {name!r}: row_ids has dtype {row_ids.dtype} and shape {list(row_ids.shape)};"
-                " it must be int64[n]"
-            )
-        if row_ids.shape[0] > MAX_ROWS_PER_CALL:
-            raise InvalidInput(
-                f"table {name!r}: {row_ids.shape[0]} row_ids in one call, more than {MAX_ROWS_PER_CALL};"
-                " use a smaller batch"
-            )
-        if not self._owns_all:
-            foreign = first_foreign(row_ids, self.buckets)
-            if foreign >= 0:
-                raise InvalidInput(
-                    f"table {name!r}: row_id {int(row_ids[foreign])} (position {foreign}) is in a bucket of another"
-                    " shard; route by shard_of_bucket, and fetch it again if the shards changed"
-                )
-
-    def _check_gradients(
-        self, job: _Job, worker: int, step: int, name: str, gradients: ShardGradients, wire_dtype: WireDtype
-    ) -> None:
-        self._check_ids(name, gradients.row_ids)
-        self._check_owner(job.steps.job, name)
-        rate = gradients.learning_rate
-        if not 0.0 <= rate <= MAX_LEARNING_RATE:
-            raise InvalidInput(f"table {name!r}: learning_rate={rate} must be in [0, {MAX_LEARNING_RATE:g}]")
-        if gradients.values.dtype != WIRE_NUMPY[wire_dtype]:
-            raise InvalidInput(
-                f"table {name!r}: gradients have dtype {gradients.values.dtype}; {wire_dtype} travels as"
-                f" {WIRE_NUMPY[wire_dtype]}"
-            )
-        values = gradients.values if gradients.sums is None else None  # who gives sums has checked them
-        self._tables[name].check_gradients(gradients.row_ids, values, wire_dtype, gradients.default_gradient)
-        for other, push in job.staged.items():
-            if push.step != step:
-                continue
-            for chunk in push.chunks(name):
-                if chunk.learning_rate != rate and (other != worker or push.num_parts > 1):
-                    raise InvalidInput(
-                        f"table {name!r}: worker {worker} sent learning_rate={rate}, worker {other}"
-                        f" {chunk.learning_rate} for the same step; all workers must use one schedule"
-                    )
 
 
 def _difference(known: TableSpec, wanted: TableSpec) -> str:

@@ -1,0 +1,108 @@
+"""What a shard checks of a request before it changes anything; messages name the table, the position and the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from embedding_server.errors import InvalidInput, UnknownTable
+from embedding_server.heat import NUM_BINS
+from embedding_server.kernels.visits import first_foreign
+from embedding_server.pushes import Push, ShardGradients
+from embedding_server.store import WIRE_NUMPY, Frostline, WireDtype
+from embedding_server.table import Table
+
+MAX_ROWS_PER_CALL = 1 << 24
+MAX_LEARNING_RATE = 1e30  # float32 arithmetic
+
+
+class RequestChecks:
+    """Raises InvalidInput, or UnknownTable. tables: the shard's own dictionary; buckets bool[NUM_BUCKETS]: it owns."""
+
+    def __init__(self, tables: Mapping[str, Table], buckets: np.ndarray) -> None:
+        self._tables = tables
+        self._buckets = buckets
+        self._owns_all = bool(buckets.all())
+
+    def table(self, name: str) -> Table:
+        table = self._tables.get(name)
+        if table is None:
+            known = ", ".join(sorted(self._tables)[:10]) or "none"
+            raise UnknownTable(f"table {name!r} does not exist (tables: {known}); create it with CreateTables")
+        return table
+
+    def owner(self, job: str, name: str) -> None:
+        """A table's steps are those of one job: heat, idleness and frostlines of two would mix."""
+        owner = self._tables[name].job
+        if owner not in (None, job):
+            raise InvalidInput(
+                f"table {name!r} is trained by job {owner!r}, so job {job!r} cannot; go on under the name {owner!r}, or"
+                " give this job tables of its own"
+            )
+
+    def frostline(self, job: str, name: str, frostline: Frostline) -> None:
+        policy = self.table(name).spec.policy
+        self.owner(job, name)
+        if policy.kind != "topk":
+            raise InvalidInput(
+                f"table {name!r}: a frostline was sent but its policy is {policy.kind!r}; only tables of policy 'topk'"
+                " take one"
+            )
+        if not (-1 <= frostline.bin < NUM_BINS and 0.0 <= frostline.tie_fraction <= 1.0):
+            raise InvalidInput(
+                f"table {name!r}: {frostline} must have bin in [-1, {NUM_BINS}) and tie_fraction in [0, 1]; send what"
+                " compute_frostline gives"
+            )
+
+    def ids(self, name: str, row_ids: np.ndarray) -> None:
+        self.table(name)
+        if row_ids.ndim != 1 or row_ids.dtype != np.int64:
+            raise InvalidInput(
+                f"table {name!r}: row_ids has dtype {row_ids.dtype} and shape {list(row_ids.shape)};"
+                " it must be int64[n]"
+            )
+        if row_ids.shape[0] > MAX_ROWS_PER_CALL:
+            raise InvalidInput(
+                f"table {name!r}: {row_ids.shape[0]} row_ids in one call, more than {MAX_ROWS_PER_CALL};"
+                " use a smaller batch"
+            )
+        if not self._owns_all:
+            foreign = first_foreign(row_ids, self._buckets)
+            if foreign >= 0:
+                raise InvalidInput(
+                    f"table {name!r}: row_id {int(row_ids[foreign])} (position {foreign}) is in a bucket of another"
+                    " shard; route by shard_of_bucket, and fetch it again if the shards changed"
+                )
+
+    def gradients(
+        self,
+        job: str,
+        staged: Mapping[int, Push],
+        worker: int,
+        step: int,
+        name: str,
+        gradients: ShardGradients,
+        wire_dtype: WireDtype,
+    ) -> None:
+        self.ids(name, gradients.row_ids)
+        self.owner(job, name)
+        rate = gradients.learning_rate
+        if not 0.0 <= rate <= MAX_LEARNING_RATE:
+            raise InvalidInput(f"table {name!r}: learning_rate={rate} must be in [0, {MAX_LEARNING_RATE:g}]")
+        if gradients.values.dtype != WIRE_NUMPY[wire_dtype]:
+            raise InvalidInput(
+                f"table {name!r}: gradients have dtype {gradients.values.dtype}; {wire_dtype} travels as"
+                f" {WIRE_NUMPY[wire_dtype]}"
+            )
+        values = gradients.values if gradients.sums is None else None  # who gives sums has checked them
+        self._tables[name].check_gradients(gradients.row_ids, values, wire_dtype, gradients.default_gradient)
+        for other, push in staged.items():
+            if push.step != step:
+                continue
+            for chunk in push.chunks(name):
+                if chunk.learning_rate != rate and (other != worker or push.num_parts > 1):
+                    raise InvalidInput(
+                        f"table {name!r}: worker {worker} sent learning_rate={rate}, worker {other}"
+                        f" {chunk.learning_rate} for the same step; all workers must use one schedule"
+                    )
