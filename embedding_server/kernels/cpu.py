@@ -8,8 +8,9 @@ How they are made fast. Figures: million rows of 64 float32 a second, one thread
 too; best run, rows in cache / rows spread over 256 MB.
 - Inner loops run over row views from 0 to D, so that LLVM vectorises them without index checks. D is a run-time value:
   one compilation serves all tables.
-- Rows are asked for 8 iterations before they are read: gather 129 / 27 (124 / 23 without), row-wise Adagrad 59 / 46
-  (69 / 15); with bfloat16 values 124 / 22 (106 / 14) and 39 / 17 (40 / 7).
+- Rows are asked for 8 iterations before they are read: gather 129 / 27 (124 / 23 without), row-wise Adagrad, then still
+  a kernel of its own (now update_row, which updates.py runs over all tables), 59 / 46 (69 / 15); with bfloat16 values
+  124 / 22 (106 / 14) and 39 / 17 (40 / 7).
 - error_model="numpy": a division that may raise keeps LLVM from vectorising: Adagrad 6 -> 52, Adam 4 -> 40.
 - All kernels of this module compile in 5 s on one idle core (kernel.py says when).
 
