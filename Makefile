@@ -31,7 +31,7 @@ test: $(SETUP) ## runs the tests: ARGS="-k heat"
 
 slow: $(SETUP) ## runs the tests that take minutes
 	@echo "slow: pytest -m slow $(ARGS)"
-	@$(BIN)/python -m pytest -m slow $(ARGS)
+	@$(BIN)/python -m pytest -m slow $(ARGS) || [ $$? -eq 5 ] # 5: there are none
 
 check: $(SETUP) ## lints, checks formatting, types and generated code
 	@echo "check: ruff check"
