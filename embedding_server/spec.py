@@ -15,8 +15,8 @@ MAX_DIM = 4096
 MAX_INITIAL = 1e30
 #: Smallest eps: with 0, a zero gradient on a zero accumulator is 0 / 0, which would make the row NaN.
 MIN_EPS = 1e-20
-OptimizerKind = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
-PolicyKind = Literal["off", "idle", "topk"]
+OptimizerKind = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl"]
+PolicyKind = Literal["off", "idle", "topk", "compact"]
 
 
 class _Spec(BaseModel):
@@ -34,23 +34,66 @@ class OptimizerSpec(_Spec):
         0.1,
         ge=0.0,
         le=MAX_INITIAL,
-        description="adagrad, rowwise_adagrad: accumulator of a new row; 0 costs 0.5 to 0.9 AUC points",
+        description="adagrad, rowwise_adagrad, ftrl: accumulator of a new row; 0 costs 0.5 to 0.9 AUC points",
     )
+    weight_decay: float = Field(
+        0.0, ge=0.0, le=1.0, description="decoupled: each step w <- w (1 - lr * weight_decay) while the row is hot"
+    )
+    clip_norm: float = Field(0.0, ge=0.0, description="a row's gradient is scaled down to this L2 norm; 0: not clipped")
+    ftrl_l1: float = Field(0.0, ge=0.0, description="ftrl: L1 strength; weights at or below it are exactly 0")
+    ftrl_l2: float = Field(0.0, ge=0.0, description="ftrl: L2 strength")
+    ftrl_beta: float = Field(1.0, ge=0.0, description="ftrl: added to the root of the accumulator")
+
+
+class ScheduleSpec(_Spec):
+    """How a share moves from 1 (dense) to its final value over steps; see schedule.py."""
+
+    kind: Literal["constant", "linear", "cubic"] = "constant"
+    warmup_steps: int = Field(0, ge=0, description="steps at share 1 before the schedule begins")
+    steps: int = Field(1, ge=1, description="linear, cubic: steps from share 1 to the final share")
+    every_steps: int = Field(1, ge=1, description="the share changes only at multiples of this many steps after warm-up")
 
 
 class PolicySpec(_Spec):
-    """Which rows of a table are hot, and how frozen ones are stored."""
+    """Which rows of a table are hot, and how rows are stored."""
 
     kind: PolicyKind = "idle"
-    idle_steps: int = Field(200, ge=1, description="idle: a hot row without a visit in this many steps freezes")
+    idle_steps: int = Field(200, ge=1, description="idle, compact: a row without a visit in this many steps freezes")
     hot_fraction: float = Field(0.4, gt=0.0, le=1.0, description="topk: share of the table's rows that train")
-    select: Literal["topk", "random"] = Field("topk", description="topk: rank by heat, or by hash (the control)")
+    hot_bytes: int | None = Field(
+        None, ge=1, description="hard cap of the table's hot rows, weights and state, over all shards; None: no cap"
+    )
+    frozen_bits: Literal[4, 8, 16, 32] = Field(8, description="bits per value of a frozen row")
+    hot_bits: Literal[16, 32] = Field(32, description="bits per weight of a hot row; 16: float16, stochastic rounding")
+    min_count: int = Field(1, ge=1, le=255, description="visits after which an ID gets a row of its own")
+    forget_below: int = Field(
+        3, ge=0, le=255, description="compact, forget_rare: rows with fewer visits are forgotten and not frozen"
+    )
+    epoch_end: Literal["keep", "forget_rare"] = Field(
+        "keep", description="after a pass over the data; forget_rare: rows with fewer than forget_below visits go"
+    )
+    select: Literal["topk", "random", "score"] = Field(
+        "topk", description="topk: rank by heat, by hash (the control that must do worse), or by `score`"
+    )
+    score: str = Field("heat", min_length=1, max_length=64, description="select score: a name registered in scores.py")
     probation_visits: int = Field(4, ge=0, le=255, description="topk: visits that a new row trains whatever its rank")
+    resume: bool = Field(True, description="topk: frozen rows above the frostline thaw at a re-selection")
+    thaw: Literal["warm", "cold"] = Field(
+        "warm", description="cold: the accumulator starts anew (a control that loses 0.7 to 8.5 AUC points)"
+    )
     half_life_steps: float = Field(
         1000.0, ge=1e-3, le=1e9, description="steps after which a visit counts half in the heat"
     )
-    frozen_bits: Literal[8, 32] = Field(8, description="bits per value of a frozen row")
-    min_count: int = Field(1, ge=1, le=255, description="visits after which an ID gets a row of its own")
+    schedule: ScheduleSpec = Field(ScheduleSpec(), description="topk: from 1 to hot_fraction")
+    hysteresis: float = Field(
+        0.0, ge=0.0, le=10.0, description="topk: rows move only if their heat is beyond the frostline by this share"
+    )
+    max_moves_fraction: float = Field(
+        1.0, gt=0.0, le=1.0, description="topk: at most this share of the table's rows moves at a re-selection"
+    )
+    control_fraction: float = Field(
+        0.02, ge=0.0, le=0.5, description="share of the buckets whose rows are never frozen, ranked out or forgotten"
+    )
 
 
 class TableSpec(_Spec):
