@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embedding_server.index import FROZEN_BIT, INITIAL, Entries
-from embedding_server.kernels.cpu import can_freeze, quantize_8bit, read_frozen
+from embedding_server.kernels.frozen import can_freeze, quantize_8bit, read_frozen
 from embedding_server.optimizers import decode_accumulator, encode_accumulator
 
 if TYPE_CHECKING:

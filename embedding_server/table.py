@@ -28,7 +28,8 @@ from embedding_server.freezing import freeze_coldest, frozen_row_bytes, thaw
 from embedding_server.hot_rows import CpuHotRows, ReservedHotRows
 from embedding_server.index import BYTES_PER_SLOT, FROZEN_BIT, HEAT_BYTES, INITIAL, Index
 from embedding_server.kernels import Backend, tables
-from embedding_server.kernels.cpu import KINDS, all_finite, gather_frozen, initial_values
+from embedding_server.kernels.cpu import KINDS, all_finite, initial_values
+from embedding_server.kernels.frozen import gather_frozen
 from embedding_server.kernels.visits import add_by_inverse, has_duplicates, hot_slots
 from embedding_server.kernels.wire import MODES, from_float32, wire_view
 from embedding_server.optimizers import initial_state, num_state_columns, table_seed

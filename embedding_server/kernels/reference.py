@@ -1,7 +1,7 @@
 """The row kernels once more, in plain torch: one operation after another, the oracle for cpu.py and fbgemm.py.
 
-Arguments and shapes as in cpu.py, except that wire arrays come with the name of their dtype and frozen rows as
-uint8[n, row_bytes] instead of addresses. Arrays in and out are numpy; slots here are never -1.
+Arguments and shapes as in cpu.py, except that wire arrays come with the name of their dtype. Arrays in and out are
+numpy; slots here are never -1. Frozen rows: frozen_reference.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from embedding_server.optimizers import adam_step_size
 from embedding_server.spec import OptimizerSpec
 
 TORCH_WIRE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_FBGEMM_EPSILON = 1e-8
 
 
 def wire_tensor(values: np.ndarray, wire_dtype: str) -> torch.Tensor:
@@ -88,34 +87,7 @@ def initial_values(row_ids: np.ndarray, seed: int, dim: int, low: float, high: f
     return np.minimum(first + (np.float32(high) - first) * unit, highest)
 
 
-def quantize_8bit(weights: np.ndarray) -> np.ndarray:
-    """float32[n, D] -> uint8[n, D+8]: codes, float32 scale, float32 bias."""
-    w = torch.from_numpy(weights)
-    low, high = w.amin(dim=1, keepdim=True), w.amax(dim=1, keepdim=True)
-    span = high - low
-    # torch computes number / tensor as a reciprocal and a product, rounded twice; tensor / tensor is a division
-    inverse = torch.full_like(span, 255.0) / (span + _FBGEMM_EPSILON)
-    codes = ((w - low) * inverse).round().to(torch.uint8)
-    scale_and_bias = torch.cat([span / 255.0, low], dim=1).numpy().view(np.uint8)
-    return np.concatenate([codes.numpy(), scale_and_bias], axis=1)
-
-
-def read_frozen(rows: np.ndarray, bits: int, dim: int) -> np.ndarray:
-    """uint8[n, row_bytes] -> float32[n, dim]."""
-    if bits == 32:
-        return rows.copy().view(np.float32)
-    scale, bias = torch.from_numpy(rows[:, dim:].copy().view(np.float32)).double().chunk(2, dim=1)
-    # double holds code * scale exactly, so that the sum is rounded once: what a fused multiply-add gives
-    return (torch.from_numpy(rows[:, :dim].copy()).double() * scale + bias).float().numpy()
-
-
 def all_finite(values: np.ndarray, wire_dtype: str) -> int:
     """Flat index of the first infinity or NaN, or -1."""
     bad = torch.nonzero(~torch.isfinite(to_tensor(values, wire_dtype)).flatten())
     return int(bad[0]) if len(bad) else -1
-
-
-def can_freeze(weights: np.ndarray) -> np.ndarray:
-    """float32[n, D] -> bool[n]: the row and its range are finite."""
-    w = torch.from_numpy(weights)
-    return (torch.isfinite(w).all(dim=1) & torch.isfinite(w.amax(dim=1) - w.amin(dim=1))).numpy()
