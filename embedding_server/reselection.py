@@ -1,44 +1,26 @@
 """Re-selection: the pass that freezes idle rows (policy idle) or splits rows at the frostline (policy topk).
 
-It runs in bounded slices, bucket by bucket, so that a shard stays responsive; the caller repeats until it is done. The
-segment that a pass fills is sorted by bucket because the pass is.
+Which rows rank above the frostline is ranking.py. The pass runs in bounded slices, bucket by bucket, so that a shard
+stays responsive; the caller repeats until it is done. The segment that a pass fills is sorted by bucket because the
+pass is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embedding_server import heat
 from embedding_server.freezing import freeze, thaw
-from embedding_server.index import FROZEN_BIT, Entries, count_bins
-from embedding_server.policy import is_above, is_idle, rank_bins
-from embedding_server.store import Frostline, HeatHistogram, Moves
+from embedding_server.index import FROZEN_BIT, Entries
+from embedding_server.index_walk import ENTRIES_PER_SLICE, slice_end
+from embedding_server.policy import is_idle
+from embedding_server.ranking import split_at_frostline
+from embedding_server.store import Frostline, Moves
 
 if TYPE_CHECKING:
     from embedding_server.table import Table
-
-ENTRIES_PER_SLICE = 65_536  # scanned a call; at 2 M freezes a second a slice stays under the 50 ms of an Advance
-
-
-def heat_histogram(table: Table, step: int) -> HeatHistogram:
-    """Rows past probation by rank bin, at `step`. Changes nothing but the origin of the heat codes."""
-    table.move_origin_of_heat(step)
-    counts = np.zeros(heat.NUM_BINS, np.int64)
-    probation = 0
-    policy = table.spec.policy
-    for first, last in _slices(table, 0):
-        entries = table.index.scan(first, last)
-        on_probation = table.probation_mask(entries.locations)
-        probation += int(on_probation.sum())
-        if policy.select == "topk":
-            count_bins(entries.heat, ~on_probation, counts)
-        else:
-            bins = rank_bins(policy, entries.row_ids[~on_probation], entries.heat[~on_probation])
-            counts += np.bincount(bins, minlength=heat.NUM_BINS)
-    return HeatHistogram(counts, rows_total=len(table.index), rows_probation=probation)
 
 
 class Reselection:
@@ -60,7 +42,7 @@ class Reselection:
                 return moves, True
             table = self._table
             assert table is not None
-            last = _slice_end(table, self._bucket, budget)
+            last = slice_end(table.index, self._bucket, budget)
             budget -= max(1, table.index.count_in(self._bucket, last))
             done = _reselect_buckets(table, self._bucket, last, self.step)
             moves[table.spec.name] = moves.get(table.spec.name, Moves()) + done
@@ -101,7 +83,7 @@ def _reselect_buckets(table: Table, first: int, last: int, step: int) -> Moves:
         last_step = table.last_step.array[entries.locations[hot], 0]
         freezes, thaws = hot[is_idle(table.spec.policy, last_step, step)], np.empty(0, np.int64)
     else:
-        freezes, thaws = _split_at_frostline(table, entries)
+        freezes, thaws = split_at_frostline(table, entries)
     frozen, unfreezable = freeze(table, _take(entries, freezes)) if freezes.shape[0] else (0, 0)
     table.rows_unfreezable += unfreezable
     thawed = 0
@@ -111,27 +93,5 @@ def _reselect_buckets(table: Table, first: int, last: int, step: int) -> Moves:
     return Moves(frozen, thawed, unfreezable)
 
 
-def _split_at_frostline(table: Table, entries: Entries) -> tuple[np.ndarray, np.ndarray]:
-    """Positions of hot rows past probation below the frostline, and of frozen rows above it."""
-    assert table.frostline is not None
-    is_hot = (entries.locations & FROZEN_BIT) == 0
-    above = is_above(table.frostline, rank_bins(table.spec.policy, entries.row_ids, entries.heat), entries.row_ids)
-    freezes = np.flatnonzero(is_hot & ~above & ~table.probation_mask(entries.locations))
-    return freezes, np.flatnonzero(~is_hot & above)
-
-
 def _take(entries: Entries, at: np.ndarray) -> Entries:
     return Entries(entries.row_ids[at], entries.addresses[at], entries.locations[at], entries.heat[at])
-
-
-def _slice_end(table: Table, first: int, budget: int) -> int:
-    """The first bucket not to scan: as many whole buckets as hold about `budget` entries, at least one."""
-    ends = np.cumsum(table.index.counts[first:])
-    return first + max(1, int(np.searchsorted(ends, budget, side="right")))
-
-
-def _slices(table: Table, first: int) -> Iterator[tuple[int, int]]:
-    while first < table.index.num_buckets:
-        last = min(table.index.num_buckets, _slice_end(table, first, ENTRIES_PER_SLICE))
-        yield first, last
-        first = last

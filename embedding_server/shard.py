@@ -35,8 +35,9 @@ from embedding_server.heap import release_free_heap
 from embedding_server.hot_path import HotPath
 from embedding_server.kernels import choose_backend
 from embedding_server.pushes import Push, ShardGradients, check_parts, check_wire_dtype, default_update, update_of
+from embedding_server.ranking import heat_histogram
 from embedding_server.request_checks import RequestChecks
-from embedding_server.reselection import Reselection, heat_histogram
+from embedding_server.reselection import Reselection
 from embedding_server.slots import MemoryBudget
 from embedding_server.spec import TableSpec
 from embedding_server.steps import JobSteps
