@@ -4,7 +4,8 @@
     for name, arm in job.arm_jobs().items(): ...        one job per arm, each a Job of its own
     specs = table_specs(arm, reader.schema.tables)      samples become steps here, once
 
-A user thinks in samples; shards count steps. Importing this module imports neither torch nor numba.
+A user thinks in samples; shards count steps (table_knobs.py converts). Importing this module imports neither torch nor
+numba.
 Errors: InvalidInput with every fault on a line of its own, as `path.to.key=value: rule; next step`.
 """
 
@@ -15,56 +16,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ByteSize, Field, ValidationError, field_validator, model_validator
+from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
 
 from embedding_server.errors import InvalidInput
-from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
-from embedding_server.store import WireDtype
+from embedding_server.spec import TableSpec
 from trainer.data.spec import AbsolutePath, DataSection
 from trainer.lr_schedule import LearningRate
 from trainer.model_spec import ModelSection
 from trainer.overlay import apply_settings, overlay, read_yaml
 from trainer.section import Section, did_you_mean, explain
+from trainer.table_knobs import EmbeddingSection, steps_of
+
+__all__ = ["Job", "json_schema", "load_job", "make_job", "resolved_json", "steps_of", "table_specs"]
 
 MAX_BATCH_SIZE = 1 << 22
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
-
-#: YAML 1.1 reads a bare `off` as false
-PolicyName = Annotated[
-    Literal["off", "idle", "topk"], BeforeValidator(lambda value: "off" if value is False else value)
-]
-
-
-class AdvancedPolicy(Section):
-    """Knobs that few need."""
-
-    select: Literal["topk", "random"] = Field("topk", description="topk: rank rows by heat, or by hash (the control)")
-    probation_visits: int = Field(4, ge=0, le=255, description="topk: visits that a new row trains whatever its rank")
-    half_life_samples: int = Field(500_000, ge=1, description="samples after which a visit counts half in the heat")
-    init_min: float = Field(-0.01, description="least initial value of a new row")
-    init_max: float = Field(0.01, description="bound above the initial values of a new row")
-
-
-class TableKnobs(Section):
-    """Policy and optimizer of every table; `embedding.tables` overrides them table by table."""
-
-    policy: PolicyName = Field(
-        "idle", description="off: every row trains; idle: unvisited rows freeze; topk: the hottest share trains"
-    )
-    hot_fraction: float = Field(0.4, gt=0.0, le=1.0, description="topk: share of a table's rows that train")
-    idle_samples: int = Field(100_000, ge=1, description="idle: samples without a visit after which a row freezes")
-    frozen_bits: Literal[8, 32] = Field(8, description="bits per value of a frozen row")
-    min_count: int = Field(1, ge=1, le=255, description="visits after which an ID gets a row of its own")
-    optimizer: OptimizerSpec = Field(OptimizerSpec(), description="sparse optimizer of the rows")
-    advanced: AdvancedPolicy = AdvancedPolicy()
-
-
-class EmbeddingSection(TableKnobs):
-    dim: int = Field(32, ge=4, le=4096, multiple_of=4, description="columns of every table")
-    wire_dtype: WireDtype = Field("float32", description="type of row values and gradients between trainer and shards")
-    pooling: Literal["sum", "mean"] = Field("sum", description="how the rows of a bag become one vector")
-    learning_rate: LearningRate = Field(LearningRate(base=0.05), description="rate of the rows")
-    tables: dict[str, dict[str, Any]] = Field({}, description="overrides by table: any of the knobs above but dim")
 
 
 class DenseOptimizer(Section):
@@ -92,9 +58,6 @@ class TrainerSection(Section):
         "auto: bfloat16 on CPUs with bfloat16 units, else float32",
     )
     dense_optimizer: DenseOptimizer = DenseOptimizer()
-    reselect_every_samples: int = Field(
-        50_000, ge=1, description="samples between re-selections, which freeze and thaw rows"
-    )
     validate_every_samples: int | None = Field(
         None, ge=1, description="samples between evaluations on the validation split; default: after each data pass"
     )
@@ -180,7 +143,7 @@ class Job(Section):
         if self.model.options and self.model.kind in ("dlrm_dcn", "dlrm", "deepfm"):
             raise ValueError(f"model.options is for module:factory, and model.kind={self.model.kind!r}; remove options")
         for table in self.embedding.tables:
-            _knobs_of(self.embedding, table)
+            self.embedding.knobs_of(table)
         return self
 
     def arm_jobs(self) -> dict[str, Job]:
@@ -224,12 +187,7 @@ def table_specs(job: Job, tables: Iterable[str]) -> list[TableSpec]:
             raise InvalidInput(
                 f"embedding.tables.{table}: the data has no table of this name{did_you_mean(table, names)}"
             )
-    return [_table_spec(job, name) for name in names]
-
-
-def steps_of(samples: int, batch_size: int) -> int:
-    """Samples as steps, rounded to the nearest, at least 1."""
-    return max(1, (samples + batch_size // 2) // batch_size)
+    return [job.embedding.table_spec(name, job.trainer.batch_size, job.seed) for name in names]
 
 
 def json_schema() -> dict[str, Any]:
@@ -247,47 +205,6 @@ def _arm_job(base: Mapping[str, Any], arm: str, changes: Mapping[str, Any]) -> J
         return Job.model_validate(overlay(dict(base), changes, f"arms.{arm}"))
     except ValidationError as error:
         raise InvalidInput(f"arms.{arm}: " + explain(error, Job).replace("\n", f"\narms.{arm}: ")) from None
-
-
-def _knobs_of(embedding: EmbeddingSection, table: str) -> TableKnobs:
-    """The knobs of one table: those of the section with the table's overrides on top."""
-    overrides = embedding.tables.get(table, {})
-    names = set(TableKnobs.model_fields)
-    base = embedding.model_dump(include=names)
-    for key in overrides:
-        if key not in names:
-            raise ValueError(f"embedding.tables.{table}: unknown key {key!r}{did_you_mean(str(key), sorted(names))}")
-    try:
-        return TableKnobs.model_validate(overlay(base, overrides, f"embedding.tables.{table}"))
-    except ValidationError as error:
-        text = explain(error, TableKnobs)
-        raise ValueError(f"embedding.tables.{table}." + text.replace("\n", f"\nembedding.tables.{table}.")) from None
-
-
-def _table_spec(job: Job, table: str) -> TableSpec:
-    knobs, batch_size = _knobs_of(job.embedding, table), job.trainer.batch_size
-    advanced = knobs.advanced
-    try:
-        return TableSpec(
-            name=table,
-            dim=job.embedding.dim,
-            optimizer=knobs.optimizer,
-            policy=PolicySpec(
-                kind=knobs.policy,
-                idle_steps=steps_of(knobs.idle_samples, batch_size),
-                hot_fraction=knobs.hot_fraction,
-                select=advanced.select,
-                probation_visits=advanced.probation_visits,
-                half_life_steps=advanced.half_life_samples / batch_size,
-                frozen_bits=knobs.frozen_bits,
-                min_count=knobs.min_count,
-            ),
-            init_min=advanced.init_min,
-            init_max=advanced.init_max,
-            seed=job.seed,
-        )
-    except ValidationError as error:
-        raise InvalidInput("; ".join(f["msg"].removeprefix("Value error, ") for f in error.errors())) from None
 
 
 def resolved_json(job: Job) -> str:

@@ -225,7 +225,7 @@ def _total_steps(job: Job, reader: Reader) -> int | None:
 def _reselect_every(job: Job, store: EmbeddingStore) -> int | None:
     if all(spec.policy.kind == "off" for spec in store.table_specs().values()):
         return None
-    return steps_of(job.trainer.reselect_every_samples, job.trainer.batch_size)
+    return steps_of(job.embedding.advanced.reselect_every_samples, job.trainer.batch_size)
 
 
 def _validate_every(job: Job, reader: Reader) -> int | None:

@@ -39,7 +39,13 @@ def job_of(output_dir: Path, **changes) -> Job:
             "truth_scale": 1.5,
         },
         "model": {"kind": "dlrm", "dense_layers": [16, 8], "over_layers": [16, 1]},
-        "embedding": {"dim": 8, "learning_rate": {"base": 0.2}, "policy": "idle", "idle_samples": 600},
+        "embedding": {
+            "dim": 8,
+            "learning_rate": {"base": 0.2},
+            "policy": "idle",
+            "idle_samples": 600,
+            "advanced": {"reselect_every_samples": 600},
+        },
         "trainer": {
             "workers": WORKERS,
             "threads": 1,
@@ -47,7 +53,6 @@ def job_of(output_dir: Path, **changes) -> Job:
             "batch_size": 100,
             "precision": "float32",
             "dense_optimizer": {"kind": "sgd", "learning_rate": {"base": 0.1}},
-            "reselect_every_samples": 600,
             "output_dir": str(output_dir),
         },
         "servers": {"num_shards": 2, "memory_limit_bytes": "128MiB"},

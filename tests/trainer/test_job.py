@@ -122,8 +122,9 @@ def test_the_resolved_job_reads_back_as_the_same_job() -> None:
 def test_the_schema_describes_every_field_with_its_unit() -> None:
     schema = json_schema()
     assert schema["additionalProperties"] is False
-    trainer = schema["$defs"]["TrainerSection"]["properties"]
-    assert "samples" in trainer["reselect_every_samples"]["description"]
-    for section in ("TrainerSection", "ServersSection", "EmbeddingSection", "ModelSection", "LearningRate"):
+    advanced = schema["$defs"]["AllTablesAdvanced"]["properties"]
+    assert "samples" in advanced["reselect_every_samples"]["description"]
+    sections = ("TrainerSection", "ServersSection", "EmbeddingSection", "ModelSection", "LearningRate")
+    for section in (*sections, "AllTablesAdvanced", "ShareSchedule"):
         for field, described in schema["$defs"][section]["properties"].items():
             assert "description" in described or "$ref" in described, f"{section}.{field}"

@@ -28,12 +28,16 @@ BASE = {
         "truth_scale": 1.5,
     },
     "model": {"kind": "dlrm", "dense_layers": [16, 8], "over_layers": [16, 1]},
-    "embedding": {"dim": 8, "learning_rate": {"base": 0.2}, "policy": "off"},
+    "embedding": {
+        "dim": 8,
+        "learning_rate": {"base": 0.2},
+        "policy": "off",
+        "advanced": {"reselect_every_samples": 1280},
+    },
     "trainer": {
         "batch_size": 128,
         "precision": "float32",
         "dense_optimizer": {"learning_rate": {"base": 0.01}},
-        "reselect_every_samples": 1280,
     },
     "servers": {"store": "inproc"},
 }
@@ -138,7 +142,7 @@ def test_rows_are_reselected_between_a_push_and_the_next_pull(mode, tmp_path):
 
 def test_topk_trains_a_share_of_the_rows_and_pushes_fewer_gradients(tmp_path):
     data = {"cardinalities": [3000]}
-    advanced = {"probation_visits": 0}
+    advanced = {"probation_visits": 0, "reselect_every_samples": 1280}
     full, _ = run(job_with(data=data), tmp_path)
     topk, _ = run(
         job_with(data=data, embedding={"policy": "topk", "hot_fraction": 0.2, "advanced": advanced}), tmp_path
