@@ -9,15 +9,33 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 
 from embedding_server.heat import CODES_PER_BIN, NUM_BINS
 from embedding_server.kernels.hashing import hash_row_ids
-from embedding_server.spec import PolicySpec
-from embedding_server.store import Frostline, HeatHistogram
+from embedding_server.spec import PolicySpec, TableSpec
+from embedding_server.store import NUM_BUCKETS, Frostline, HeatHistogram
 
 _BIN_SHIFT = np.uint64(52)  # the top 12 bits of a hash: NUM_BINS = 4096
 _TIE_MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)  # Rand, rrmxmx: decorrelates ties from buckets and from random bins
+
+
+def control_buckets(spec: TableSpec) -> np.ndarray:
+    """bool[NUM_BUCKETS]: the control group, control_fraction of the buckets, drawn by the table's name and seed.
+
+    Rows in them never freeze for idleness or rank and are never forgotten, so that they show what freezing costs the
+    others. A limit of bytes may still freeze them, when no other row of the table can. Policy `off` has none.
+    """
+    chosen = np.zeros(NUM_BUCKETS, np.bool_)
+    if spec.policy.kind != "off":
+        name = spec.name.encode("utf-8")
+        digest = hashlib.blake2b(spec.seed.to_bytes(8, "little") + name, digest_size=8, person=b"frostline-ctrl")
+        own = np.int64(int.from_bytes(digest.digest(), "little", signed=True))
+        order = np.argsort(hash_row_ids(np.arange(NUM_BUCKETS, dtype=np.int64) ^ own), kind="stable")
+        chosen[order[: round(spec.policy.control_fraction * NUM_BUCKETS)]] = True
+    return chosen
 
 
 def tie_of(row_ids: np.ndarray) -> np.ndarray:

@@ -47,6 +47,9 @@ ReplyBuffers = Callable[[Sequence[str], Sequence[int], Sequence[int]], tuple[np.
 TRAINABLE = 1  # a gradient for this row will be applied
 DEFAULT = 2  # the values are the table's default row: sum its gradient into TableGradients.default_gradient
 FOUND = 4  # the row_id has a row of its own
+#: Bits 3 to 7 of Rows.flags: the heat band of the row after this visit, min(31, floor(4 log2 heat)) for heat >= 1, else
+#: 0; also 0 for default rows, for row_ids that are not found and under policy `off`.
+BAND_SHIFT = 3
 
 UpdateMode = Literal["sync", "pipelined"]
 
@@ -146,14 +149,20 @@ class HeatHistogram:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """What a re-selection did to one table."""
+    """What a re-selection, or the end of a data pass, did to one table."""
 
     frozen: int = 0
     thawed: int = 0
     unfreezable: int = 0
+    forgotten: int = 0
 
     def __add__(self, other: Moves) -> Moves:
-        return Moves(self.frozen + other.frozen, self.thawed + other.thawed, self.unfreezable + other.unfreezable)
+        return Moves(
+            self.frozen + other.frozen,
+            self.thawed + other.thawed,
+            self.unfreezable + other.unfreezable,
+            self.forgotten + other.forgotten,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +179,16 @@ class TableStats:
     bytes_state: int = 0  # optimizer state, last_step and visits of committed hot slots
     bytes_frozen: int = 0  # segment bytes: rows, ids, accumulators, visits; dead rows included
     bytes_index: int = 0  # index entries without their heat
-    bytes_heat: int = 0  # 2 bytes per index slot, and the admission sketch
-    moves_frozen: int = 0
-    moves_thawed: int = 0
+    bytes_heat: int = 0  # 2 bytes per index slot, and the counts of IDs below min_count
+    bytes_peak: int = 0  # highest bytes_total that each shard saw at a Pull or an Advance, summed over shards
+    moves_frozen: int = 0  # rows that froze since start, for whatever reason; the next three are its parts
+    moves_frozen_idle: int = 0  # no visit in idle_steps
+    moves_frozen_rank: int = 0  # below the frostline
+    moves_frozen_limit: int = 0  # to stay under hot_bytes or the memory limit
+    moves_thawed: int = 0  # rows that thawed since start; the next two are its parts
+    moves_thawed_visit: int = 0
+    moves_thawed_rank: int = 0  # above the frostline
+    moves_forgotten: int = 0  # rows that lost their index entry: rare and idle, or rare at the end of a data pass
 
     @property
     def bytes_total(self) -> int:
@@ -181,6 +197,44 @@ class TableStats:
     def __add__(self, other: TableStats) -> TableStats:
         names = self.__dataclass_fields__
         return TableStats(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+#: MaskInfo counts rows by heat in bands of half an octave: band i holds heat in [2^((i - 16) / 2), 2^((i - 15) / 2)).
+#: The first also holds all that is below it and rows never visited, the last all that is above.
+NUM_HEAT_BANDS = 64
+HEAT_BAND_OF_ONE = 16
+
+
+def _no_heat() -> np.ndarray:
+    return np.zeros(NUM_HEAT_BANDS, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskInfo:
+    """What is hot and what is frozen in one table, summed over shards."""
+
+    stats: TableStats
+    frostline: Frostline | None = None  # policy topk: the one of the last re-selection; None before the first
+    # int64[NUM_HEAT_BANDS] each: rows by their heat at the last step that the table has seen
+    heat_counts_hot: np.ndarray = field(default_factory=_no_heat)
+    heat_counts_frozen: np.ndarray = field(default_factory=_no_heat)
+    rows_ranked: int = 0  # rows hot by rank after the last re-selection: past probation, and above the frostline
+    rows_ranked_before: int = 0  # of these, the rows that were hot before it
+
+    @property
+    def topk_overlap(self) -> float:
+        """Share of the rows now hot by rank that were hot before the last re-selection; nan without a rank."""
+        return self.rows_ranked_before / self.rows_ranked if self.rows_ranked else float("nan")
+
+    def __add__(self, other: MaskInfo) -> MaskInfo:
+        return MaskInfo(
+            self.stats + other.stats,
+            self.frostline or other.frostline,
+            self.heat_counts_hot + other.heat_counts_hot,
+            self.heat_counts_frozen + other.heat_counts_frozen,
+            self.rows_ranked + other.rows_ranked,
+            self.rows_ranked_before + other.rows_ranked_before,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +324,23 @@ class EmbeddingStore(ABC):
     def reselect(self, who: Identity, step: int, frostlines: Mapping[str, Frostline]) -> dict[str, Moves]:
         """Advance, second half: freezes and thaws. Needs step applied and no Pull of step+1 (NotReady otherwise).
 
-        Tables of policy `topk` without an entry in `frostlines` stay as they are; tables of policy `idle` need none.
+        Tables of policy `topk` without an entry in `frostlines` stay as they are; tables of policy `idle` and `compact`
+        need none.
+        """
+
+    def end_data_pass(self, who: Identity, step: int) -> dict[str, Moves]:
+        """Advance at the end of a pass over the data: tables of `epoch_end: forget_rare` forget their rare rows.
+
+        Those are rows, hot or frozen, with fewer than forget_below visits, outside the control buckets; never under
+        policy `off`. Needs step applied and no Pull of step+1 (NotReady otherwise). A table without such rows has no
+        entry in the answer.
+        """
+        return {}
+
+    def prefetch(self, ids: Mapping[str, RoutedIds]) -> None:  # noqa: B027 doing nothing is allowed
+        """A hint that these row_ids will be pulled soon: frozen rows that lie on disk are read ahead. Returns at once.
+
+        It changes nothing, counts nothing and may do nothing.
         """
 
     @abstractmethod
@@ -282,6 +352,10 @@ class EmbeddingStore(ABC):
 
     @abstractmethod
     def stats(self) -> StoreStats: ...
+
+    def mask_info(self) -> dict[str, MaskInfo]:
+        """What is hot and what is frozen, by table. Scans every index: for reports, not for every step."""
+        return {name: MaskInfo(stats) for name, stats in self.stats().tables.items()}
 
     @property
     @abstractmethod

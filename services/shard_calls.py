@@ -135,7 +135,13 @@ def _reselect(shard: Shard, answers: LastAnswers, who: Identity, request: pb.Adv
         frostlines = {line.table: Frostline(line.bin, line.tie_fraction) for line in request.reselect.frostlines}
         moves, done = shard.reselect(who, request.step, frostlines)
         listed = [
-            pb.Moves(table=name, frozen=move.frozen, thawed=move.thawed, unfreezable=move.unfreezable)
+            pb.Moves(
+                table=name,
+                frozen=move.frozen,
+                thawed=move.thawed,
+                unfreezable=move.unfreezable,
+                forgotten=move.forgotten,
+            )
             for name, move in moves.items()
         ]
         answer = pb.AdvanceResponse(moves=listed, done=done)

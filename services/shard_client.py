@@ -278,7 +278,7 @@ class RemoteStore(EmbeddingStore):
             answers = [pb.AdvanceResponse.FromString(reply) for reply in replies]
             for answer in answers:
                 for move in answer.moves:
-                    moves = Moves(move.frozen, move.thawed, move.unfreezable)
+                    moves = Moves(move.frozen, move.thawed, move.unfreezable, move.forgotten)
                     total[move.table] = total.get(move.table, Moves()) + moves
             waiting = [channel for channel, answer in zip(waiting, answers, strict=True) if not answer.done]
             number += 1

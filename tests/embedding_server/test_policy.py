@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from embedding_server.heat import NUM_BINS
-from embedding_server.policy import compute_frostline, is_above, is_idle, rank_bins
-from embedding_server.spec import PolicySpec
+from embedding_server.policy import compute_frostline, control_buckets, is_above, is_idle, rank_bins
+from embedding_server.spec import PolicySpec, TableSpec
 from embedding_server.store import HeatHistogram
 
 
@@ -45,3 +45,16 @@ def test_random_rank_does_not_depend_on_heat() -> None:
 def test_idle_counts_from_the_last_visit() -> None:
     policy = PolicySpec(idle_steps=10)
     assert is_idle(policy, np.array([0, 90, 91, 100], np.int32), 100).tolist() == [True, True, False, False]
+
+
+def test_control_buckets_are_a_share_drawn_by_name_and_seed() -> None:
+    def drawn(name: str, seed: int, **policy) -> np.ndarray:
+        return control_buckets(TableSpec(name=name, dim=4, seed=seed, policy=PolicySpec(**policy)))
+
+    assert drawn("t", 0).sum() == 20
+    assert drawn("t", 0, control_fraction=0.5).sum() == 512
+    assert not drawn("t", 0, control_fraction=0.0).any()
+    assert not drawn("t", 0, kind="off").any()
+    np.testing.assert_array_equal(drawn("t", 0), drawn("t", 0, kind="topk", idle_steps=7))
+    for other in (drawn("u", 0), drawn("t", 1)):
+        assert (drawn("t", 0) & other).sum() < 5

@@ -288,16 +288,18 @@ class HeatHistogram(_message.Message):
     def __init__(self, table: _Optional[str] = ..., counts: _Optional[bytes] = ..., rows_total: _Optional[int] = ..., rows_probation: _Optional[int] = ...) -> None: ...
 
 class Moves(_message.Message):
-    __slots__ = ("table", "frozen", "thawed", "unfreezable")
+    __slots__ = ("table", "frozen", "thawed", "unfreezable", "forgotten")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     FROZEN_FIELD_NUMBER: _ClassVar[int]
     THAWED_FIELD_NUMBER: _ClassVar[int]
     UNFREEZABLE_FIELD_NUMBER: _ClassVar[int]
+    FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
     table: str
     frozen: int
     thawed: int
     unfreezable: int
-    def __init__(self, table: _Optional[str] = ..., frozen: _Optional[int] = ..., thawed: _Optional[int] = ..., unfreezable: _Optional[int] = ...) -> None: ...
+    forgotten: int
+    def __init__(self, table: _Optional[str] = ..., frozen: _Optional[int] = ..., thawed: _Optional[int] = ..., unfreezable: _Optional[int] = ..., forgotten: _Optional[int] = ...) -> None: ...
 
 class CollectHeat(_message.Message):
     __slots__ = ()
@@ -334,11 +336,15 @@ class AdvanceResponse(_message.Message):
     def __init__(self, histograms: _Optional[_Iterable[_Union[HeatHistogram, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[Moves, _Mapping]]] = ..., done: _Optional[bool] = ...) -> None: ...
 
 class GetMaskInfoRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("with_heat", "first_bucket")
+    WITH_HEAT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BUCKET_FIELD_NUMBER: _ClassVar[int]
+    with_heat: bool
+    first_bucket: int
+    def __init__(self, with_heat: _Optional[bool] = ..., first_bucket: _Optional[int] = ...) -> None: ...
 
 class TableMaskInfo(_message.Message):
-    __slots__ = ("table", "rows_hot", "rows_frozen", "rows_probation", "rows_unfreezable", "rows_default_reads", "rows_ignored", "bytes_hot", "bytes_state", "bytes_frozen", "bytes_index", "bytes_heat", "moves_frozen", "moves_thawed")
+    __slots__ = ("table", "rows_hot", "rows_frozen", "rows_probation", "rows_unfreezable", "rows_default_reads", "rows_ignored", "bytes_hot", "bytes_state", "bytes_frozen", "bytes_index", "bytes_heat", "moves_frozen", "moves_thawed", "bytes_peak", "moves_frozen_idle", "moves_frozen_rank", "moves_frozen_limit", "moves_thawed_visit", "moves_thawed_rank", "moves_forgotten", "heat_counts_hot", "heat_counts_frozen", "frostline", "rows_ranked", "rows_ranked_before")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     ROWS_HOT_FIELD_NUMBER: _ClassVar[int]
     ROWS_FROZEN_FIELD_NUMBER: _ClassVar[int]
@@ -353,6 +359,18 @@ class TableMaskInfo(_message.Message):
     BYTES_HEAT_FIELD_NUMBER: _ClassVar[int]
     MOVES_FROZEN_FIELD_NUMBER: _ClassVar[int]
     MOVES_THAWED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PEAK_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FROZEN_IDLE_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FROZEN_RANK_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FROZEN_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    MOVES_THAWED_VISIT_FIELD_NUMBER: _ClassVar[int]
+    MOVES_THAWED_RANK_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    HEAT_COUNTS_HOT_FIELD_NUMBER: _ClassVar[int]
+    HEAT_COUNTS_FROZEN_FIELD_NUMBER: _ClassVar[int]
+    FROSTLINE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_RANKED_FIELD_NUMBER: _ClassVar[int]
+    ROWS_RANKED_BEFORE_FIELD_NUMBER: _ClassVar[int]
     table: str
     rows_hot: int
     rows_frozen: int
@@ -367,15 +385,29 @@ class TableMaskInfo(_message.Message):
     bytes_heat: int
     moves_frozen: int
     moves_thawed: int
-    def __init__(self, table: _Optional[str] = ..., rows_hot: _Optional[int] = ..., rows_frozen: _Optional[int] = ..., rows_probation: _Optional[int] = ..., rows_unfreezable: _Optional[int] = ..., rows_default_reads: _Optional[int] = ..., rows_ignored: _Optional[int] = ..., bytes_hot: _Optional[int] = ..., bytes_state: _Optional[int] = ..., bytes_frozen: _Optional[int] = ..., bytes_index: _Optional[int] = ..., bytes_heat: _Optional[int] = ..., moves_frozen: _Optional[int] = ..., moves_thawed: _Optional[int] = ...) -> None: ...
+    bytes_peak: int
+    moves_frozen_idle: int
+    moves_frozen_rank: int
+    moves_frozen_limit: int
+    moves_thawed_visit: int
+    moves_thawed_rank: int
+    moves_forgotten: int
+    heat_counts_hot: bytes
+    heat_counts_frozen: bytes
+    frostline: Frostline
+    rows_ranked: int
+    rows_ranked_before: int
+    def __init__(self, table: _Optional[str] = ..., rows_hot: _Optional[int] = ..., rows_frozen: _Optional[int] = ..., rows_probation: _Optional[int] = ..., rows_unfreezable: _Optional[int] = ..., rows_default_reads: _Optional[int] = ..., rows_ignored: _Optional[int] = ..., bytes_hot: _Optional[int] = ..., bytes_state: _Optional[int] = ..., bytes_frozen: _Optional[int] = ..., bytes_index: _Optional[int] = ..., bytes_heat: _Optional[int] = ..., moves_frozen: _Optional[int] = ..., moves_thawed: _Optional[int] = ..., bytes_peak: _Optional[int] = ..., moves_frozen_idle: _Optional[int] = ..., moves_frozen_rank: _Optional[int] = ..., moves_frozen_limit: _Optional[int] = ..., moves_thawed_visit: _Optional[int] = ..., moves_thawed_rank: _Optional[int] = ..., moves_forgotten: _Optional[int] = ..., heat_counts_hot: _Optional[bytes] = ..., heat_counts_frozen: _Optional[bytes] = ..., frostline: _Optional[_Union[Frostline, _Mapping]] = ..., rows_ranked: _Optional[int] = ..., rows_ranked_before: _Optional[int] = ...) -> None: ...
 
 class GetMaskInfoResponse(_message.Message):
-    __slots__ = ("tables", "events")
+    __slots__ = ("tables", "events", "next_bucket")
     TABLES_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_BUCKET_FIELD_NUMBER: _ClassVar[int]
     tables: _containers.RepeatedCompositeFieldContainer[TableMaskInfo]
     events: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, tables: _Optional[_Iterable[_Union[TableMaskInfo, _Mapping]]] = ..., events: _Optional[_Iterable[str]] = ...) -> None: ...
+    next_bucket: int
+    def __init__(self, tables: _Optional[_Iterable[_Union[TableMaskInfo, _Mapping]]] = ..., events: _Optional[_Iterable[str]] = ..., next_bucket: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("wire_dtype", "tables", "row_ids", "padding")

@@ -131,7 +131,7 @@ class EmbeddingShardServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetMaskInfo(self, request, context):
-        """Rows and bytes of every table by state.
+        """Rows and bytes of every table by state, and on demand rows by heat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
