@@ -7,36 +7,46 @@ rows freeze and which thaw; freezing.py moves them.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embedding_server import heat
-from embedding_server.index import FROZEN_BIT, Entries, count_bins
-from embedding_server.index_walk import slices
+from embedding_server.index import FROZEN_BIT, Entries
+from embedding_server.index_walk import slice_end
 from embedding_server.policy import is_above, rank_bins
-from embedding_server.store import HeatHistogram
+from embedding_server.store import NUM_BUCKETS, NUM_RANK_BINS, HeatHistogram
 
 if TYPE_CHECKING:
     from embedding_server.table import Table
 
+HISTOGRAM_ENTRIES = 1 << 20  # counted a call: about 20 ms
 
-def heat_histogram(table: Table, step: int) -> HeatHistogram:
-    """Rows past probation by rank bin, at `step`. Changes nothing but the origin of the heat codes."""
+
+def histogram_end(tables: Collection[Table], first: int) -> int:
+    """The first bucket that one bounded call of heat_histogram over these tables leaves for the next, from `first` on.
+
+    NUM_BUCKETS if there is no table.
+    """
+    ends = [slice_end(table.index, first, HISTOGRAM_ENTRIES // len(tables)) for table in tables]
+    return min([NUM_BUCKETS, *ends])
+
+
+def heat_histogram(table: Table, step: int, first: int, last: int) -> HeatHistogram:
+    """Rows of buckets [first, last) past probation by rank bin, at `step`. Changes nothing but the origin of heat."""
     table.move_origin_of_heat(step)
-    counts = np.zeros(heat.NUM_BINS, np.int64)
-    probation = 0
-    policy = table.spec.policy
-    for first, last in slices(table.index):
-        entries = table.index.scan(first, last)
-        on_probation = table.probation_mask(entries.locations)
-        probation += int(on_probation.sum())
-        if policy.select == "topk":
-            count_bins(entries.heat, ~on_probation, counts)
-        else:
-            bins = rank_bins(policy, entries.row_ids[~on_probation], entries.heat[~on_probation])
-            counts += np.bincount(bins, minlength=heat.NUM_BINS)
-    return HeatHistogram(counts, rows_total=len(table.index), rows_probation=probation)
+    entries = table.index.scan(first, last)
+    on_probation = table.probation_mask(entries.locations)
+    is_hot = (entries.locations & FROZEN_BIT) == 0
+    bins = rank_bins(table.spec.policy, entries.row_ids, entries.heat)
+    counts_hot = np.bincount(bins[is_hot & ~on_probation], minlength=NUM_RANK_BINS)
+    counts_frozen = np.bincount(bins[~is_hot], minlength=NUM_RANK_BINS)
+    return HeatHistogram(
+        counts_hot + counts_frozen,
+        rows_total=entries.row_ids.shape[0],
+        rows_probation=int(on_probation.sum()),
+        counts_hot=counts_hot,
+    )
 
 
 def split_at_frostline(table: Table, entries: Entries) -> tuple[np.ndarray, np.ndarray]:

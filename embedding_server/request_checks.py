@@ -7,10 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from embedding_server.errors import InvalidInput, UnknownTable
-from embedding_server.heat import NUM_BINS
 from embedding_server.kernels.visits import first_foreign
 from embedding_server.pushes import Push, ShardGradients
-from embedding_server.store import WIRE_NUMPY, Frostline, WireDtype
+from embedding_server.store import NUM_RANK_BINS, WIRE_NUMPY, Frostline, WireDtype
 from embedding_server.table import Table
 
 MAX_ROWS_PER_CALL = 1 << 24
@@ -49,10 +48,11 @@ class RequestChecks:
                 f"table {name!r}: a frostline was sent but its policy is {policy.kind!r}; only tables of policy 'topk'"
                 " take one"
             )
-        if not (-1 <= frostline.bin < NUM_BINS and 0.0 <= frostline.tie_fraction <= 1.0):
+        in_range = -1 <= frostline.bin < NUM_RANK_BINS and 0 <= frostline.margin_bins <= NUM_RANK_BINS
+        if not (in_range and 0.0 <= frostline.tie_fraction <= 1.0 and 0.0 <= frostline.held_fraction <= 1.0):
             raise InvalidInput(
-                f"table {name!r}: {frostline} must have bin in [-1, {NUM_BINS}) and tie_fraction in [0, 1]; send what"
-                " compute_frostline gives"
+                f"table {name!r}: {frostline} must have bin in [-1, {NUM_RANK_BINS}), margin_bins in"
+                f" [0, {NUM_RANK_BINS}], tie_fraction and held_fraction in [0, 1]; send what compute_frostline gives"
             )
 
     def ids(self, name: str, row_ids: np.ndarray) -> None:

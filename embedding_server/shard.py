@@ -35,7 +35,7 @@ from embedding_server.heap import release_free_heap
 from embedding_server.hot_path import HotPath
 from embedding_server.kernels import choose_backend
 from embedding_server.pushes import Push, ShardGradients, check_parts, check_wire_dtype, default_update, update_of
-from embedding_server.ranking import heat_histogram
+from embedding_server.ranking import heat_histogram, histogram_end
 from embedding_server.request_checks import RequestChecks
 from embedding_server.reselection import Reselection
 from embedding_server.slots import MemoryBudget
@@ -412,13 +412,25 @@ class Shard:
 
     # Advance ----------------------------------------------------------------------------------------------------------
 
-    def heat_histograms(self, who: Identity, step: int) -> dict[str, HeatHistogram]:
+    def heat_slice(self, who: Identity, step: int, first_bucket: int) -> tuple[dict[str, HeatHistogram], int]:
+        """Ranks of the tables of policy `topk` in the buckets from first_bucket on, as many as fit a bounded call.
+
+        Returns the next first_bucket, NUM_BUCKETS when all are counted.
+        """
         self._job(who).steps.check_barrier(step)
-        return {
-            name: heat_histogram(table, step)
-            for name, table in self._tables_of(who.job).items()
-            if table.spec.policy.kind == "topk"
-        }
+        if not 0 <= first_bucket < NUM_BUCKETS:
+            raise InvalidInput(f"first_bucket={first_bucket} must be in [0, {NUM_BUCKETS}); start at 0")
+        tables = {n: table for n, table in self._tables_of(who.job).items() if table.spec.policy.kind == "topk"}
+        last = histogram_end(tables.values(), first_bucket)
+        return {name: heat_histogram(table, step, first_bucket, last) for name, table in tables.items()}, last
+
+    def heat_histograms(self, who: Identity, step: int) -> dict[str, HeatHistogram]:
+        """All slices at once."""
+        total, bucket = self.heat_slice(who, step, 0)
+        while bucket < NUM_BUCKETS:
+            part, bucket = self.heat_slice(who, step, bucket)
+            total = {name: histogram + part[name] for name, histogram in total.items()}
+        return total
 
     def reselect(self, who: Identity, step: int, frostlines: Mapping[str, Frostline]) -> tuple[dict[str, Moves], bool]:
         """One slice of the pass; (moves of this slice, done). Call again with the same arguments until done."""

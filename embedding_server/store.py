@@ -24,6 +24,8 @@ import numpy as np
 from embedding_server.spec import TableSpec
 
 NUM_BUCKETS = 1024
+#: Bins of what rows of policy `topk` are ranked by, higher is kept; of heat and of scores each is 1.1% wide.
+NUM_RANK_BINS = 4096
 
 WireDtype = Literal["float32", "float16", "bfloat16"]
 #: numpy dtype that holds one wire value; bfloat16 has no numpy type and travels as its 16 bits
@@ -132,19 +134,38 @@ class PushAck:
 
 @dataclass(frozen=True, slots=True)
 class Frostline:
-    """Rows in heat bins above `bin` are hot; inside it those whose tie hash is below tie_fraction. bin=-1: all hot."""
+    """Rows in rank bins above `bin` lie above it; inside it those whose tie hash is below tie_fraction. bin=-1: all.
+
+    A row on the wrong side of it moves only from margin_bins away, and of the rows at just that distance a share of
+    held_fraction, drawn by a hash that is new at every step, stays.
+    """
 
     bin: int
     tie_fraction: float = 0.0
+    margin_bins: int = 0
+    held_fraction: float = 0.0
+
+
+def _no_rank() -> np.ndarray:
+    return np.zeros(NUM_RANK_BINS, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class HeatHistogram:
-    """Rows by log-heat bin (see heat.py), over hot and frozen rows past probation."""
+    """Rows by rank bin (policy.py), over hot and frozen rows past probation and outside the control buckets."""
 
-    counts: np.ndarray  # int64[heat.NUM_BINS]
-    rows_total: int  # rows of the table that have an index entry, probation included
+    counts: np.ndarray  # int64[NUM_RANK_BINS]
+    rows_total: int  # rows that have an index entry and lie outside the control buckets, probation included
     rows_probation: int
+    counts_hot: np.ndarray = field(default_factory=_no_rank)  # of counts, the rows that are hot
+
+    def __add__(self, other: HeatHistogram) -> HeatHistogram:
+        return HeatHistogram(
+            self.counts + other.counts,
+            self.rows_total + other.rows_total,
+            self.rows_probation + other.rows_probation,
+            self.counts_hot + other.counts_hot,
+        )
 
 
 @dataclass(frozen=True, slots=True)

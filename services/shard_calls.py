@@ -109,30 +109,36 @@ def advance(shard: Shard, answers: LastAnswers, request: pb.AdvanceRequest) -> p
     action = request.WhichOneof("action")
     who = Identity(request.caller.job, request.caller.epoch, request.caller.worker)
     if action == "collect_heat":
-        return _collect_heat(shard, who, request.step)
+        return _collect_heat(shard, who, request.step, request.collect_heat.first_bucket)
     if action == "reselect":
         return _reselect(shard, answers, who, request)
     raise InvalidInput("Advance: the request has no action; set collect_heat or reselect")
 
 
-def _collect_heat(shard: Shard, who: Identity, step: int) -> pb.AdvanceResponse:
+def _collect_heat(shard: Shard, who: Identity, step: int, first_bucket: int) -> pb.AdvanceResponse:
+    parts, bucket = shard.heat_slice(who, step, first_bucket)
     histograms = [
         pb.HeatHistogram(
             table=name,
             counts=np.ascontiguousarray(heat.counts, "<i8").tobytes(),
             rows_total=heat.rows_total,
             rows_probation=heat.rows_probation,
+            counts_hot=np.ascontiguousarray(heat.counts_hot, "<i8").tobytes(),
         )
-        for name, heat in shard.heat_histograms(who, step).items()
+        for name, heat in parts.items()
     ]
-    return pb.AdvanceResponse(histograms=histograms, done=True)
+    done = bucket == NUM_BUCKETS
+    return pb.AdvanceResponse(histograms=histograms, done=done, next_bucket=0 if done else bucket)
 
 
 def _reselect(shard: Shard, answers: LastAnswers, who: Identity, request: pb.AdvanceRequest) -> pb.AdvanceResponse:
     key = (who.epoch, request.step, request.reselect.slice, request.reselect.SerializeToString(deterministic=True))
     answer = answers.find("Advance", who.job, key)
     if answer is None:
-        frostlines = {line.table: Frostline(line.bin, line.tie_fraction) for line in request.reselect.frostlines}
+        frostlines = {
+            line.table: Frostline(line.bin, line.tie_fraction, line.margin_bins, line.held_fraction)
+            for line in request.reselect.frostlines
+        }
         moves, done = shard.reselect(who, request.step, frostlines)
         listed = [
             pb.Moves(

@@ -253,22 +253,32 @@ class RemoteStore(EmbeddingStore):
     # --- re-selection and statistics ---
 
     def heat_histograms(self, who: Identity, step: int) -> dict[str, HeatHistogram]:
-        request = pb.AdvanceRequest(caller=_caller(who), step=step, collect_heat=pb.CollectHeat())
         total: dict[str, HeatHistogram] = {}
-        for reply in self._call("EmbeddingShard/Advance", request, pb.AdvanceResponse):
-            for heat in reply.histograms:
-                counts = np.frombuffer(heat.counts, "<i8").astype(np.int64)
-                rows_total, rows_probation = heat.rows_total, heat.rows_probation
-                if heat.table in total:
-                    before = total[heat.table]
-                    counts = counts + before.counts
-                    rows_total += before.rows_total
-                    rows_probation += before.rows_probation
-                total[heat.table] = HeatHistogram(counts, rows_total, rows_probation)
+        waiting = [(channel, 0) for channel in self._channels]
+        while waiting:
+            replies = call_all("EmbeddingShard/Advance", [(c, _collect_heat(who, step, first)) for c, first in waiting])
+            answers = [pb.AdvanceResponse.FromString(reply) for reply in replies]
+            for heat in (heat for answer in answers for heat in answer.histograms):
+                part = _histogram(heat)
+                total[heat.table] = total[heat.table] + part if heat.table in total else part
+            waiting = [
+                (channel, answer.next_bucket)
+                for (channel, _), answer in zip(waiting, answers, strict=True)
+                if not answer.done
+            ]
         return total
 
     def reselect(self, who: Identity, step: int, frostlines: Mapping[str, Frostline]) -> dict[str, Moves]:
-        lines = [pb.Frostline(table=n, bin=line.bin, tie_fraction=line.tie_fraction) for n, line in frostlines.items()]
+        lines = [
+            pb.Frostline(
+                table=name,
+                bin=line.bin,
+                tie_fraction=line.tie_fraction,
+                margin_bins=line.margin_bins,
+                held_fraction=line.held_fraction,
+            )
+            for name, line in frostlines.items()
+        ]
         total: dict[str, Moves] = {}
         waiting, number = self._channels, 0
         while waiting:
@@ -331,6 +341,16 @@ class RemoteStore(EmbeddingStore):
 
 def _caller(who: Identity) -> pb.Caller:
     return pb.Caller(job=who.job, epoch=who.epoch, worker=who.worker)
+
+
+def _collect_heat(who: Identity, step: int, first_bucket: int) -> bytes:
+    action = pb.CollectHeat(first_bucket=first_bucket)
+    return pb.AdvanceRequest(caller=_caller(who), step=step, collect_heat=action).SerializeToString()
+
+
+def _histogram(heat: pb.HeatHistogram) -> HeatHistogram:
+    counts, counts_hot = (np.frombuffer(part, "<i8").astype(np.int64) for part in (heat.counts, heat.counts_hot))
+    return HeatHistogram(counts, heat.rows_total, heat.rows_probation, counts_hot)
 
 
 def _slices(ids: Mapping[str, RoutedIds], pieces: list[Piece]) -> dict[str, np.ndarray]:

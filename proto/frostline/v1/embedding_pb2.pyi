@@ -266,26 +266,32 @@ class PushResponse(_message.Message):
     def __init__(self, step: _Optional[int] = ..., rows_applied: _Optional[int] = ..., rows_ignored: _Optional[int] = ..., duplicate: _Optional[bool] = ...) -> None: ...
 
 class Frostline(_message.Message):
-    __slots__ = ("table", "bin", "tie_fraction")
+    __slots__ = ("table", "bin", "tie_fraction", "margin_bins", "held_fraction")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     BIN_FIELD_NUMBER: _ClassVar[int]
     TIE_FRACTION_FIELD_NUMBER: _ClassVar[int]
+    MARGIN_BINS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FRACTION_FIELD_NUMBER: _ClassVar[int]
     table: str
     bin: int
     tie_fraction: float
-    def __init__(self, table: _Optional[str] = ..., bin: _Optional[int] = ..., tie_fraction: _Optional[float] = ...) -> None: ...
+    margin_bins: int
+    held_fraction: float
+    def __init__(self, table: _Optional[str] = ..., bin: _Optional[int] = ..., tie_fraction: _Optional[float] = ..., margin_bins: _Optional[int] = ..., held_fraction: _Optional[float] = ...) -> None: ...
 
 class HeatHistogram(_message.Message):
-    __slots__ = ("table", "counts", "rows_total", "rows_probation")
+    __slots__ = ("table", "counts", "rows_total", "rows_probation", "counts_hot")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     ROWS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     ROWS_PROBATION_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_HOT_FIELD_NUMBER: _ClassVar[int]
     table: str
     counts: bytes
     rows_total: int
     rows_probation: int
-    def __init__(self, table: _Optional[str] = ..., counts: _Optional[bytes] = ..., rows_total: _Optional[int] = ..., rows_probation: _Optional[int] = ...) -> None: ...
+    counts_hot: bytes
+    def __init__(self, table: _Optional[str] = ..., counts: _Optional[bytes] = ..., rows_total: _Optional[int] = ..., rows_probation: _Optional[int] = ..., counts_hot: _Optional[bytes] = ...) -> None: ...
 
 class Moves(_message.Message):
     __slots__ = ("table", "frozen", "thawed", "unfreezable", "forgotten")
@@ -302,8 +308,10 @@ class Moves(_message.Message):
     def __init__(self, table: _Optional[str] = ..., frozen: _Optional[int] = ..., thawed: _Optional[int] = ..., unfreezable: _Optional[int] = ..., forgotten: _Optional[int] = ...) -> None: ...
 
 class CollectHeat(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("first_bucket",)
+    FIRST_BUCKET_FIELD_NUMBER: _ClassVar[int]
+    first_bucket: int
+    def __init__(self, first_bucket: _Optional[int] = ...) -> None: ...
 
 class Reselect(_message.Message):
     __slots__ = ("frostlines", "slice")
@@ -326,14 +334,16 @@ class AdvanceRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., collect_heat: _Optional[_Union[CollectHeat, _Mapping]] = ..., reselect: _Optional[_Union[Reselect, _Mapping]] = ...) -> None: ...
 
 class AdvanceResponse(_message.Message):
-    __slots__ = ("histograms", "moves", "done")
+    __slots__ = ("histograms", "moves", "done", "next_bucket")
     HISTOGRAMS_FIELD_NUMBER: _ClassVar[int]
     MOVES_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_BUCKET_FIELD_NUMBER: _ClassVar[int]
     histograms: _containers.RepeatedCompositeFieldContainer[HeatHistogram]
     moves: _containers.RepeatedCompositeFieldContainer[Moves]
     done: bool
-    def __init__(self, histograms: _Optional[_Iterable[_Union[HeatHistogram, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[Moves, _Mapping]]] = ..., done: _Optional[bool] = ...) -> None: ...
+    next_bucket: int
+    def __init__(self, histograms: _Optional[_Iterable[_Union[HeatHistogram, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[Moves, _Mapping]]] = ..., done: _Optional[bool] = ..., next_bucket: _Optional[int] = ...) -> None: ...
 
 class GetMaskInfoRequest(_message.Message):
     __slots__ = ("with_heat", "first_bucket")
