@@ -1,9 +1,10 @@
 """The index of a table: row_id (any int64) -> location and heat. Collisionless, grows without doubling memory.
 
 Layout. Rows are split over NUM_BUCKETS buckets by hash; each bucket is its own open-addressing sub-table (linear
-probing, load 0.73 to 0.875) in one buffer: `capacity` packed 14-byte entries (row_id int64, location uint32, heat
-uint16), then `capacity` tag bytes. Tag 0 means empty, so that every row_id stays usable as a key. A bucket grows by 1.2
-when it is full, each at its own phase, so that the whole grows smoothly; one bucket's copy exists at a time.
+probing, load 0.73 to 0.875 while it grows) in one buffer: `capacity` packed 14-byte entries (row_id int64, location
+uint32, heat uint16), then `capacity` tag bytes. Tag 0 means empty, so that every row_id stays usable as a key. A bucket
+grows by 1.2 when it is full, each at its own phase, so that the whole grows smoothly; one bucket's copy exists at a
+time. A bucket that loses entries is built anew without them, in a smaller buffer when it fits one two sizes below.
 
 Arithmetic: 15 bytes / 0.8 mean load = 18.8 bytes a row.
 
@@ -11,7 +12,8 @@ A location is a uint32 (kernels/locations.py): bit 31 clear: hot, the slot; bit 
 INITIAL is a frozen row that still has its initial value and needs no storage.
 
 Thread safety: none; the thread that owns the shard owns the index.
-Invariants: (1) count[b] entries of bucket b have a tag; (2) an entry address stays valid until the next `reserve`.
+Invariants: (1) count[b] entries of bucket b have a tag; (2) an entry address stays valid until the next `insert` or
+`remove`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import math
 import mmap
 
 import numpy as np
-from numba import boolean, carray, float32, float64, int64, njit, types, uint16, uint32, void
+from numba import boolean, carray, float32, float64, int32, int64, njit, types, uint16, uint32, void
 
 from embedding_server.heat import CODES_PER_BIN, bump
 from embedding_server.kernels.hashing import bucket_of, hash_row_id
@@ -35,6 +37,7 @@ HEAT_BYTES = 2
 _AHEAD = 12  # IDs between asking for a bucket's lines and probing them: 8 to 16 were alike, 4 and 32 slower
 _MAX_LOAD = 0.875
 _GROWTH = 1.2
+_SHRINK_AT = _GROWTH**-2 + 1e-3  # share of the capacity; between it and 1 a bucket that lost rows keeps its buffer
 _OWN_MAP_BYTES = 128 << 10  # buffers from here on are maps of their own: freed at once, no holes in the heap
 
 ENTRY = np.dtype(
@@ -157,6 +160,44 @@ def _rehash(old_address, old_capacity, new_address, new_capacity):
             new_tags[position] = old_tags[i]
 
 
+@kernel(void(_I64, _I64, _I64, _I64_IN, _I64_IN, array(boolean)))
+def _untag(addresses, capacities, counts, row_ids, entry_addresses, out_touched):
+    """Takes the tags of entries away and marks their buckets, whose probes find nothing until they are built anew."""
+    num_buckets = np.uint64(addresses.shape[0])
+    for i in range(row_ids.shape[0]):
+        b = bucket_of(hash_row_id(row_ids[i]), num_buckets)
+        position = (entry_addresses[i] - addresses[b]) // ENTRY_BYTES
+        _tags_at(addresses[b], capacities[b])[position] = 0
+        counts[b] -= 1
+        out_touched[b] = True
+
+
+@kernel(void(_I64, _I64, _I64_IN))
+def _rebuild_in_place(addresses, capacities, buckets):
+    """Inserts the tagged entries of these buckets again, each into its own buffer."""
+    largest = np.int64(1)
+    for k in range(buckets.shape[0]):
+        largest = max(largest, capacities[buckets[k]])
+    row_ids, locations = np.empty(largest, np.int64), np.empty(largest, np.uint32)
+    heat = np.empty(largest, np.uint16)
+    for k in range(buckets.shape[0]):
+        address, capacity = addresses[buckets[k]], capacities[buckets[k]]
+        entries, tags = entries_at(address, capacity), _tags_at(address, capacity)
+        n = 0
+        for i in range(capacity):
+            if tags[i] != 0:
+                row_ids[n], locations[n], heat[n] = entries[i].row_id, entries[i].location, entries[i].heat
+                tags[i] = 0
+                n += 1
+        for i in range(n):
+            h = hash_row_id(row_ids[i])
+            position, _ = probe(address, capacity, h, row_ids[i])
+            entries[position].row_id = row_ids[i]
+            entries[position].location = locations[i]
+            entries[position].heat = heat[i]
+            tags[position] = _tag(h)
+
+
 @kernel(void(_I64_IN, _U32_IN))
 def _set_locations(entry_addresses, locations):
     for i in range(entry_addresses.shape[0]):
@@ -187,6 +228,26 @@ def _scan(addresses, capacities, first, last, out_row_ids, out_entries, out_loca
     return n
 
 
+@kernel(int64(_I64, _I64, int64, int64, view(int32), int64, _I64, _I64, _U32, array(uint16)))
+def _scan_unvisited(
+    addresses, capacities, first, last, last_step, until, out_row_ids, out_entries, out_locations, out_heat
+):
+    n = 0
+    for b in range(first, last):
+        entries = entries_at(addresses[b], capacities[b])
+        tags = _tags_at(addresses[b], capacities[b])
+        for i in range(capacities[b]):
+            if tags[i] != 0:
+                location = entries[i].location
+                if not location & FROZEN_BIT and last_step[location] <= until:
+                    out_row_ids[n] = entries[i].row_id
+                    out_entries[n] = addresses[b] + ENTRY_BYTES * i
+                    out_locations[n] = location
+                    out_heat[n] = entries[i].heat
+                    n += 1
+    return n
+
+
 @kernel(void(_I64, _I64, int64))
 def _lower_heat(addresses, capacities, by):
     for b in range(addresses.shape[0]):
@@ -214,6 +275,10 @@ class Entries:
         self.addresses = addresses
         self.locations = locations
         self.heat = heat
+
+    def take(self, at: np.ndarray | slice) -> Entries:
+        """Those at positions, where a mask is true, or in a slice (views then)."""
+        return Entries(self.row_ids[at], self.addresses[at], self.locations[at], self.heat[at])
 
 
 class Index:
@@ -267,6 +332,17 @@ class Index:
         used = _insert(self._addresses, self._capacities, self._counts, row_ids, locations, entries, out)
         return entries, out, used
 
+    def remove(self, row_ids: np.ndarray, entry_addresses: np.ndarray) -> None:
+        """Removes entries, each given once, and gives memory back. Invalidates entry addresses obtained earlier."""
+        touched = np.zeros(self.num_buckets, np.bool_)
+        _untag(self._addresses, self._capacities, self._counts, row_ids, entry_addresses, touched)
+        buckets = np.flatnonzero(touched)
+        wanted = np.fromiter((self._capacity_for(b, int(self._counts[b])) for b in buckets.tolist()), np.int64)
+        shrinks = wanted <= self._capacities[buckets] * _SHRINK_AT
+        _rebuild_in_place(self._addresses, self._capacities, buckets[~shrinks])
+        for b in buckets[shrinks].tolist():
+            self._resize(b, int(self._counts[b]))
+
     def set_locations(self, entry_addresses: np.ndarray, locations: np.ndarray) -> None:
         _set_locations(entry_addresses, locations)
 
@@ -298,14 +374,28 @@ class Index:
         )
         return out
 
+    def scan_unvisited(self, first_bucket: int, last_bucket: int, last_step: np.ndarray, until: int) -> Entries:
+        """Hot entries of buckets [first, last) whose last_step[slot], int32, is at most `until`, in bucket order."""
+        room = self.count_in(first_bucket, last_bucket)
+        out = (np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.uint32), np.empty(room, np.uint16))
+        n = _scan_unvisited(self._addresses, self._capacities, first_bucket, last_bucket, last_step, until, *out)
+        return Entries(*out).take(slice(n))
+
     def _reserve(self, row_ids: np.ndarray) -> None:
         arriving = _count_buckets(row_ids, self.num_buckets)
         for b in np.flatnonzero(self._counts + arriving > self._capacities * _MAX_LOAD):
-            self._grow(int(b), int(self._counts[b] + arriving[b]))
+            self._resize(int(b), int(self._counts[b] + arriving[b]))
 
-    def _grow(self, bucket: int, rows: int) -> None:
-        old = int(self._capacities[bucket])
-        capacity = _next_capacity(bucket / self.num_buckets, int(rows / _MAX_LOAD) + 1)
+    def _capacity_for(self, bucket: int, rows: int) -> int:
+        return _next_capacity(bucket / self.num_buckets, int(rows / _MAX_LOAD) + 1) if rows else 0
+
+    def _resize(self, bucket: int, rows: int) -> None:
+        """Moves what the bucket holds into a new buffer for `rows` entries."""
+        old, capacity = int(self._capacities[bucket]), self._capacity_for(bucket, rows)
+        if not capacity:
+            self._buffers[bucket] = None
+            self._addresses[bucket] = self._capacities[bucket] = 0
+            return
         buffer = _zeros(capacity * BYTES_PER_SLOT)
         address = buffer.ctypes.data
         if old:

@@ -65,6 +65,61 @@ def test_one_bucket_grows_at_a_time_so_memory_never_doubles() -> None:
     assert largest < 1.15
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.lists(int64s, max_size=60), st.integers(0, 2**32)), max_size=8))
+def test_removed_entries_are_gone_and_the_others_keep_location_and_heat(rounds: list[tuple[list[int], int]]) -> None:
+    index, model = Index(4), {}
+    for batch, seed in rounds:
+        fresh = np.array(sorted(set(batch) - model.keys()), np.int64)
+        _insert(index, fresh, len(model))
+        entries, locations, _, _ = index.locate(fresh)
+        index.bump_heat(entries, np.ones(fresh.shape[0], np.bool_), 20_000.0, 1, heat.LOG_TABLE)
+        codes = dict(zip(*(a.tolist() for a in (index.scan(0, 4).row_ids, index.scan(0, 4).heat)), strict=True))
+        model |= {i: (loc, codes[i]) for i, loc in zip(fresh.tolist(), locations.tolist(), strict=True)}
+        known = np.array(sorted(model), np.int64)
+        gone = known[np.random.default_rng(seed).random(known.shape[0]) < seed % 5 / 4]
+        index.remove(gone, index.locate(gone)[0])
+        for row_id in gone.tolist():
+            del model[row_id]
+        left = index.scan(0, 4)
+        found = zip(left.row_ids.tolist(), zip(left.locations.tolist(), left.heat.tolist(), strict=True), strict=True)
+        assert dict(found) == model
+        assert len(index) == len(model)
+        ids = np.array(list(model), np.int64)
+        assert index.locate(ids)[1].tolist() == [location for location, _ in model.values()]
+        assert index.locate(gone)[2] == gone.shape[0]
+
+
+def test_removing_gives_memory_back_and_a_small_loss_keeps_the_buffers() -> None:
+    index = Index(16)
+    ids = np.unique(np.random.default_rng(5).integers(-(2**63), 2**63 - 1, 50_000))
+    _insert(index, ids, 0)
+    full = index.size_bytes
+    index.remove(ids[:500], index.locate(ids[:500])[0])
+    assert index.size_bytes == full
+    index.remove(ids[500:40_000], index.locate(ids[500:40_000])[0])
+    assert 0.6 <= len(index) / index.num_slots <= 0.875
+    index.remove(ids[40_000:], index.locate(ids[40_000:])[0])
+    assert (len(index), index.size_bytes) == (0, 0)
+    _insert(index, ids[:100], 7)
+    assert np.array_equal(np.sort(index.locate(ids[:100])[1]), np.arange(7, 107))
+
+
+def test_scan_unvisited_is_what_a_scan_and_a_comparison_give() -> None:
+    index = Index(8)
+    ids = np.unique(np.random.default_rng(6).integers(-(2**63), 2**63 - 1, 3_000))
+    _insert(index, ids, 0)
+    index.set_locations(index.locate(ids[:900])[0], np.arange(900, dtype=np.uint32) | FROZEN_BIT)
+    last_step = np.random.default_rng(7).integers(0, 20, ids.shape[0]).astype(np.int32)
+    everything = index.scan(2, 6)
+    hot = (everything.locations & FROZEN_BIT) == 0
+    hot[hot] = last_step[everything.locations[hot]] <= 9
+    assert 0 < hot.sum() < hot.shape[0]
+    got, expected = index.scan_unvisited(2, 6, last_step, 9), everything.take(hot)
+    for part in ("row_ids", "addresses", "locations", "heat"):
+        assert np.array_equal(getattr(got, part), getattr(expected, part)), part
+
+
 def test_set_locations_and_frozen_count() -> None:
     index = Index(4)
     ids = np.array([1, 2, 3], np.int64)
