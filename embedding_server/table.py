@@ -30,10 +30,10 @@ from embedding_server.index import BYTES_PER_SLOT, FROZEN_BIT, HEAT_BYTES, INITI
 from embedding_server.kernels import Backend, tables
 from embedding_server.kernels.cpu import KINDS, all_finite, initial_values
 from embedding_server.kernels.frozen import gather_frozen
-from embedding_server.kernels.visits import add_by_inverse, has_duplicates, hot_slots
+from embedding_server.kernels.visits import add_by_inverse, has_duplicates, hot_slots, in_buckets
 from embedding_server.kernels.wire import MODES, from_float32, wire_view
 from embedding_server.optimizers import initial_state, num_state_columns, table_seed
-from embedding_server.policy import is_above, rank_bins
+from embedding_server.policy import control_buckets, is_above, rank_bins
 from embedding_server.reserved import ReservedArray
 from embedding_server.segment_builder import MAX_SEGMENT_BYTES
 from embedding_server.segments import SegmentSet
@@ -88,6 +88,7 @@ class Table:
             segment_bytes=max(_LEAST_SEGMENT_BYTES, min(MAX_SEGMENT_BYTES, budget.limit_bytes // 16)),
             on_event=on_event,
         )
+        self.control = control_buckets(spec)
         self.waiting = VisitCounts() if spec.policy.min_count > 1 else None  # IDs below min_count
         self.frostline: Frostline | None = None
         self.rows_frozen = self.rows_ignored = self.rows_unfreezable = self.rows_default_reads = 0
@@ -362,6 +363,12 @@ class Table:
         on = (locations & FROZEN_BIT) == 0
         on[on] = self.visits.array[locations[on], 0] < self.spec.policy.probation_visits
         return on
+
+    def is_control(self, row_ids: np.ndarray) -> np.ndarray:
+        """bool[n]: rows of the control group (policy.control_buckets)."""
+        out = np.empty(row_ids.shape[0], np.bool_)
+        in_buckets(row_ids, self.control, out)
+        return out
 
     # Background work ------------------------------------------------------------------------------------------------
 

@@ -68,3 +68,10 @@ def first_foreign(row_ids, owned):
         if not owned[bucket_of(hash_row_id(row_ids[i]), np.uint64(owned.shape[0]))]:
             return i
     return -1
+
+
+@kernel(void(_IDS, view(boolean), array(boolean)))
+def in_buckets(row_ids, chosen, out):
+    """out[i] = the bucket of row_ids[i] is chosen (bool[NUM_BUCKETS])."""
+    for i in range(row_ids.shape[0]):
+        out[i] = chosen[bucket_of(hash_row_id(row_ids[i]), np.uint64(chosen.shape[0]))]
