@@ -22,6 +22,7 @@ from embedding_server.hot_rows import CpuHotRows, ReservedHotRows, kernel_consta
 from embedding_server.index import FROZEN_BIT
 from embedding_server.kernels import tables as kernels
 from embedding_server.kernels import updates as update_kernels
+from embedding_server.kernels.row_updates import NUM_CONSTANTS
 from embedding_server.kernels.updates import make_sums
 from embedding_server.kernels.visits import has_duplicates
 from embedding_server.kernels.wire import MODES, wire_view
@@ -73,7 +74,7 @@ class HotPath:
         self._numbers: dict[str, int] = {}
         self._tables: dict[str, Table] = {}
         self._half_lives = np.zeros(0)
-        self._constants = np.zeros((0, 3), np.float32)
+        self._constants = np.zeros((0, NUM_CONSTANTS), np.float32)
         self._all_reserved = self._all_cpu = True
         self._threads = threads
 

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from embedding_server.kernels import cpu
+from embedding_server.kernels import cpu, row_updates
 from embedding_server.kernels.wire import MODES, wire_view
 from embedding_server.optimizers import adam_step_size, initial_state, num_state_columns, table_seed
 from embedding_server.reserved import ReservedArray
@@ -126,8 +126,14 @@ class ReservedHotRows(HotRows):
 
 
 def kernel_constants(optimizer: OptimizerSpec) -> np.ndarray:
-    """float32[3] as the update kernels take them: eps, beta1, beta2."""
-    return np.array([optimizer.eps, optimizer.beta1, optimizer.beta2], np.float32)
+    """float32[NUM_CONSTANTS] as the update kernels take them (kernels/row_updates.py)."""
+    constants = np.zeros(row_updates.NUM_CONSTANTS, np.float32)
+    constants[row_updates.EPS] = optimizer.eps
+    constants[row_updates.BETA1], constants[row_updates.BETA2] = optimizer.beta1, optimizer.beta2
+    constants[row_updates.CLIP_NORM] = optimizer.clip_norm
+    constants[row_updates.FTRL_L1], constants[row_updates.FTRL_L2] = optimizer.ftrl_l1, optimizer.ftrl_l2
+    constants[row_updates.FTRL_BETA] = optimizer.ftrl_beta
+    return constants
 
 
 def kernel_rate(optimizer: OptimizerSpec, learning_rate: float, step: int) -> np.float32:
@@ -153,14 +159,14 @@ class CpuHotRows(ReservedHotRows):
     ) -> None:
         rate = kernel_rate(self.optimizer, learning_rate, step)
         cpu.apply(
-            cpu.KINDS[self.optimizer.kind], self._weights.array, self._state.array, slots, wire_view(gradients),
+            row_updates.KINDS[self.optimizer.kind], self._weights.array, self._state.array, slots, wire_view(gradients),
             positions, MODES[wire_dtype], np.float32(scale), rate, kernel_constants(self.optimizer),
         )  # fmt: skip
 
     def initialise(self, slots: np.ndarray, row_ids: np.ndarray, spec: TableSpec) -> None:
         seed, value_range = np.uint64(table_seed(spec)), cpu.initial_range(spec.init_min, spec.init_max)
         cpu.fill_initial(row_ids, seed, *value_range, self._weights.array, slots)
-        self._state.array[slots] = initial_state(self.optimizer)
+        self._state.array[slots] = initial_state(self.optimizer, self.dim)
 
 
 class ReferenceHotRows(ReservedHotRows):
@@ -193,4 +199,5 @@ class ReferenceHotRows(ReservedHotRows):
         from embedding_server.kernels import reference
 
         weights = reference.initial_values(row_ids, table_seed(spec), self.dim, spec.init_min, spec.init_max)
-        self.write(slots, weights, np.full((len(slots), self.num_state_columns), initial_state(self.optimizer)))
+        state = np.tile(initial_state(self.optimizer, self.dim), (len(slots), 1))
+        self.write(slots, weights, state)

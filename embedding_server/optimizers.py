@@ -1,8 +1,8 @@
 """The sparse optimizers: what each keeps per row, and the one byte of it that a frozen row keeps.
 
 Symbols: w weights of a row, g its gradient (summed over the batch of all workers, divided by their number), D columns,
-lr the learning rate of the Push, t the step (global, from 1), eps, beta1 and beta2 from OptimizerSpec. Only rows named
-by a Push change. The update kernels are kernels/cpu.py (numba), kernels/reference.py (torch) and kernels/fbgemm.py.
+lr the learning rate of the Push, t the step (global, from 1), the rest from OptimizerSpec. Only rows named by a Push
+change. The update kernels are kernels/row_updates.py (numba), kernels/reference.py (torch) and kernels/fbgemm.py.
 
 sgd                 w <- w - lr g
 adagrad             h <- h + g^2                        (D values; h = initial_accumulator in a new row)
@@ -17,11 +17,23 @@ adam                m <- beta1 m + (1 - beta1) g        (D values, 0 in a new ro
     Kingma, Ba 2015, section 2's order of operations; torch.optim.SparseAdam: moments of rows without a gradient rest,
     the bias correction counts global steps.
 
-State columns: sgd none; adagrad h; rowwise_adagrad h; adam m, then v.
+ftrl                b <- ftrl_beta + eps + sqrt(n)      (n: D values, initial_accumulator in a new row)
+                    z <- -w (b / lr + ftrl_l2) - sign(w) ftrl_l1     where w is not 0; elsewhere z is kept (D values)
+                    n' = n + g^2, b' = ftrl_beta + eps + sqrt(n')
+                    z <- z + g - (b' - b) / lr w
+                    w <- 0 if |z| <= ftrl_l1 else -(z - sign(z) ftrl_l1) / (b' / lr + ftrl_l2)
+    McMahan et al. 2013, "Ad click prediction", algorithm 1, with its alpha = lr. Where w is not 0 it tells z, so the
+    second line changes nothing while lr stays; thanks to it w also goes on from where it is when lr changes, when the
+    row is new or thaws, and after weight decay. w is stored, not made from z, so that every read is one of w.
 
-A frozen row keeps the mean of h (adagrad, rowwise_adagrad) or v (adam) as one byte on a log scale, quarter octaves from
-2^-40 to 2^23.5: at most 2^(1/8), 9%, off, which is 4.5% of a step. A thaw that starts from a cold accumulator instead
-loses 0.7 to 8.5 AUC points (DESIGN.md). Code 0 is an exact zero. DO NOT CHANGE: segments hold these codes.
+clip_norm > 0       g <- g min(1, clip_norm / |g|_2)    first, for every optimizer
+
+State columns: sgd none; adagrad h; rowwise_adagrad h; adam m, then v; ftrl n, then z (0 where w is not 0).
+
+A frozen row keeps the mean of h (adagrad, rowwise_adagrad), v (adam) or n (ftrl, whose z starts from w again) as one
+byte on a log scale, quarter octaves from 2^-40 to 2^23.5: at most 2^(1/8), 9%, off, which is 4.5% of a step. A thaw
+that starts from a cold accumulator instead loses 0.7 to 8.5 AUC points (DESIGN.md). Code 0 is an exact zero. DO NOT
+CHANGE: segments hold these codes.
 """
 
 from __future__ import annotations
@@ -39,12 +51,15 @@ _MAX_CODE = 255
 
 def num_state_columns(kind: OptimizerKind, dim: int) -> int:
     """float32 columns of optimizer state per hot row."""
-    return {"sgd": 0, "adagrad": dim, "rowwise_adagrad": 1, "adam": 2 * dim}[kind]
+    return {"sgd": 0, "adagrad": dim, "rowwise_adagrad": 1, "adam": 2 * dim, "ftrl": 2 * dim}[kind]
 
 
-def initial_state(optimizer: OptimizerSpec) -> float:
-    """The value of every state column of a new row."""
-    return optimizer.initial_accumulator if optimizer.kind in ("adagrad", "rowwise_adagrad") else 0.0
+def initial_state(optimizer: OptimizerSpec, dim: int) -> np.ndarray:
+    """float32[C]: the state of a new row."""
+    state = np.zeros(num_state_columns(optimizer.kind, dim), np.float32)
+    if optimizer.kind in ("adagrad", "rowwise_adagrad", "ftrl"):
+        state[:dim] = optimizer.initial_accumulator
+    return state
 
 
 def adam_step_size(optimizer: OptimizerSpec, learning_rate: float, step: int) -> float:
@@ -67,7 +82,8 @@ def encode_accumulator(spec: TableSpec, state: np.ndarray) -> np.ndarray:
     kind = spec.optimizer.kind
     if kind == "sgd":
         return np.zeros(len(state), np.uint8)
-    columns = state[:, spec.dim :] if kind == "adam" else state
+    mean_of = {"adam": state[:, spec.dim :], "ftrl": state[:, : spec.dim]}
+    columns = mean_of.get(kind, state)
     mean = columns.mean(axis=1, dtype=np.float64)
     is_positive = mean > 0.0
     exponent = np.log2(mean, out=np.full(len(mean), float(_LOWEST_EXPONENT)), where=is_positive)
@@ -76,11 +92,11 @@ def encode_accumulator(spec: TableSpec, state: np.ndarray) -> np.ndarray:
 
 
 def decode_accumulator(spec: TableSpec, codes: np.ndarray, dim: int) -> np.ndarray:
-    """uint8[n] -> float32[n, C]: the mean in every column; adam: m = 0, v the mean."""
+    """uint8[n] -> float32[n, C]: the mean in every column; adam: m = 0, v the mean; ftrl: n the mean, z = 0."""
     kind = spec.optimizer.kind
     state = np.zeros((len(codes), num_state_columns(kind, dim)), np.float32)
     if kind != "sgd":
-        target = state[:, dim:] if kind == "adam" else state
+        target = state[:, dim:] if kind == "adam" else state[:, :dim]
         target[:] = _VALUE_OF_CODE[codes][:, None]
     return state
 

@@ -28,8 +28,8 @@ from embedding_server.freezing import freeze_coldest, frozen_row_bytes, thaw
 from embedding_server.hot_rows import CpuHotRows, ReservedHotRows
 from embedding_server.index import BYTES_PER_SLOT, FROZEN_BIT, HEAT_BYTES, INITIAL, Index
 from embedding_server.kernels import Backend, tables
-from embedding_server.kernels.cpu import KINDS, all_finite, initial_values
-from embedding_server.kernels.frozen import gather_frozen
+from embedding_server.kernels.cpu import all_finite, initial_values
+from embedding_server.kernels.row_updates import KINDS
 from embedding_server.kernels.visits import add_by_inverse, has_duplicates, hot_slots, in_buckets
 from embedding_server.kernels.wire import MODES, from_float32, wire_view
 from embedding_server.optimizers import initial_state, num_state_columns, table_seed
@@ -94,7 +94,7 @@ class Table:
         self.rows_frozen = self.rows_ignored = self.rows_unfreezable = self.rows_default_reads = 0
         self.moves_frozen = self.moves_thawed = 0
         self._default = CpuHotRows(spec.dim, spec.optimizer, 1)
-        state = np.full((1, self._default.num_state_columns), initial_state(spec.optimizer), np.float32)
+        state = initial_state(spec.optimizer, spec.dim)[None]
         self._default.write(np.zeros(1, np.int32), np.zeros((1, spec.dim), np.float32), state)
         self.job: str | None = None  # whose steps the table's visits count in; set by the first training Pull
         self._budget = budget

@@ -12,10 +12,10 @@ too; best run, rows in cache / rows spread over 256 MB.
 - Rows are asked for 8 iterations before they are read: gather 129 / 27 (124 / 23 without), row-wise Adagrad, then still
   a kernel of its own (now update_row, which updates.py runs over all tables), 59 / 46 (69 / 15); with bfloat16 values
   124 / 22 (106 / 14) and 39 / 17 (40 / 7).
-- error_model="numpy": a division that may raise keeps LLVM from vectorising: Adagrad 6 -> 52, Adam 4 -> 40.
 - All kernels of this module compile in 5 s on one idle core (kernel.py says when).
 
-numba's cache knows the time stamp of this file only: after a change to wire.py or hashing.py, touch this file too.
+numba's cache knows the time stamp of this file only: after a change to wire.py, hashing.py or row_updates.py, touch this
+file too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from numba.extending import overload
 
 from embedding_server.kernels.hashing import hash_row_id, mix64
 from embedding_server.kernels.kernel import array, kernel, prefetch, view
-from embedding_server.kernels.vectors import LANES, add16, at, load16, mul16, scale16, store16, sum16, zero16
+from embedding_server.kernels.row_updates import update_row
 from embedding_server.kernels.wire import MODES, load, store, wire_view
 
 _F32, _I64, _U64 = types.float32, types.int64, types.uint64
@@ -69,86 +69,6 @@ def gather(weights, slots, out, positions, mode):
         target = out[positions[i]]
         for d in range(dim):
             store(target, d, row[d], mode)
-
-
-# Each optimizer's step of one row; gradient float32[D]. A state row has the columns of optimizers.py.
-
-
-@njit(error_model="numpy", forceinline=True)
-def _sgd_row(row, gradient, scale, learning_rate):
-    for d in range(row.size):
-        row[d] -= learning_rate * (gradient[d] * scale)
-
-
-@njit(error_model="numpy", forceinline=True)
-def _adagrad_row(row, state, gradient, scale, learning_rate, eps):
-    for d in range(row.size):
-        g = gradient[d] * scale
-        h = state[d] + g * g
-        state[d] = h
-        row[d] -= learning_rate * g / (np.sqrt(h) + eps)
-
-
-@njit(forceinline=True)
-def _sum_of_squares(gradient, scale):
-    total, d = zero16(), 0
-    while d + LANES <= gradient.size:
-        g = scale16(load16(gradient, at(d)), scale)
-        total = add16(total, mul16(g, g))
-        d += LANES
-    rest = np.float32(0.0)
-    while d < gradient.size:
-        g = gradient[d] * scale
-        rest += g * g
-        d += 1
-    return sum16(total) + rest
-
-
-@njit(error_model="numpy", forceinline=True)
-def _rowwise_adagrad_row(row, state, gradient, scale, learning_rate, eps):
-    """In explicit vectors: the guards of LLVM's own vector loops took a third of the time of a row of 64."""
-    h = state[0] + _sum_of_squares(gradient, scale) * (np.float32(1.0) / np.float32(row.size))
-    state[0] = h
-    multiplier, d = learning_rate / (np.sqrt(h) + eps), 0
-    while d + LANES <= row.size:
-        change = scale16(scale16(load16(gradient, at(d)), scale), -multiplier)
-        store16(row, at(d), add16(load16(row, at(d)), change))
-        d += LANES
-    while d < row.size:
-        row[d] -= multiplier * (gradient[d] * scale)
-        d += 1
-
-
-@njit(error_model="numpy", forceinline=True)
-def _adam_row(row, state, gradient, scale, step_size, eps, beta1, beta2):
-    """State: D columns of the first moment, then D of the second. step_size holds the bias corrections."""
-    dim = row.size
-    one = np.float32(1.0)
-    first, second = state[:dim], state[dim:]
-    for d in range(dim):
-        g = gradient[d] * scale
-        m = beta1 * first[d] + (one - beta1) * g
-        v = beta2 * second[d] + (one - beta2) * (g * g)
-        first[d] = m
-        second[d] = v
-        row[d] -= step_size * m / (np.sqrt(v) + eps)
-
-
-#: number of each optimizer in kernels
-KINDS = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
-
-
-@njit(forceinline=True)
-def update_row(kind, row, state, gradient, scale, learning_rate, constants):
-    """One step of optimizer KINDS[kind] on one row; constants float32[3]: eps, beta1, beta2. adam: rate = step size."""
-    if kind == 2:
-        _rowwise_adagrad_row(row, state, gradient, scale, learning_rate, constants[0])
-    elif kind == 0:
-        _sgd_row(row, gradient, scale, learning_rate)
-    elif kind == 1:
-        _adagrad_row(row, state, gradient, scale, learning_rate, constants[0])
-    else:
-        _adam_row(row, state, gradient, scale, learning_rate, constants[0], constants[1], constants[2])
 
 
 def as_float32(gradient, mode, buffer):

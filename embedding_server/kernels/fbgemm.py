@@ -43,6 +43,11 @@ class FbgemmHotRows(HotRows):
     def __init__(self, dim: int, optimizer: OptimizerSpec, max_rows: int, device: str | None = None) -> None:
         super().__init__(dim, optimizer, max_rows)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if optimizer.kind == "ftrl":
+            raise InvalidInput(
+                "optimizer.kind='ftrl' cannot run with backend='fbgemm', for FBGEMM has no FTRL; set backend='cpu', or"
+                " kind='adagrad' or 'rowwise_adagrad'"
+            )
         if optimizer.kind == "adam" and self.device.type == "cpu":
             raise InvalidInput(
                 "optimizer.kind='adam' with backend='fbgemm' needs a GPU, for FBGEMM has no adam on CPUs; "
@@ -76,11 +81,11 @@ class FbgemmHotRows(HotRows):
         self._set_step(learning_rate, step)
         pooled = self._table(indices, torch.arange(len(indices) + 1, device=self.device))
         sent = reference.wire_tensor(gradients[positions[is_hot]], wire_dtype).to(self.device)
-        pooled.backward(sent.float() * float(scale))
+        pooled.backward(reference.clipped(sent.float() * float(scale), self.optimizer.clip_norm))
 
     def initialise(self, slots: np.ndarray, row_ids: np.ndarray, spec: TableSpec) -> None:
         weights = cpu.initial_values(row_ids, table_seed(spec), self.dim, spec.init_min, spec.init_max)
-        state = np.full((len(slots), self.num_state_columns), initial_state(self.optimizer), np.float32)
+        state = np.tile(initial_state(self.optimizer, self.dim), (len(slots), 1))
         self.write(slots, weights, state)
 
     def read(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -54,7 +54,7 @@ def apply(
     step: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """One step of the formulas in optimizers.py: float32[n, D], [n, C] and [n, D] -> new weights and state."""
-    w, h, g = torch.from_numpy(weights), torch.from_numpy(state), gradients
+    w, h, g = torch.from_numpy(weights), torch.from_numpy(state), clipped(gradients, optimizer.clip_norm)
     match optimizer.kind:
         case "sgd":
             w = w - learning_rate * g
@@ -70,7 +70,34 @@ def apply(
             v = optimizer.beta2 * v + (1.0 - optimizer.beta2) * g * g
             w = w - adam_step_size(optimizer, learning_rate, step) * m / (v.sqrt() + optimizer.eps)
             h = torch.cat([m, v], dim=1)
+        case "ftrl":
+            w, h = _ftrl(optimizer, w, h, g, learning_rate)
     return w.numpy(), h.numpy()
+
+
+def _ftrl(
+    optimizer: OptimizerSpec, w: torch.Tensor, h: torch.Tensor, g: torch.Tensor, learning_rate: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """McMahan's formulas as optimizers.py has them, in float64."""
+    w, h, g = w.double(), h.double(), g.double()
+    n, z = h.chunk(2, dim=1)
+    l1, l2, beta = optimizer.ftrl_l1, optimizer.ftrl_l2, optimizer.ftrl_beta + optimizer.eps
+    grown = n + g * g
+    if learning_rate == 0.0:  # the step has no length
+        return w.float(), torch.cat([grown, z], dim=1).float()
+    before, after = beta + n.sqrt(), beta + grown.sqrt()
+    z = torch.where(w != 0, -w * (before / learning_rate + l2) - w.sign() * l1, z)
+    z = z + g - (after - before) / learning_rate * w
+    w = torch.where(z.abs() <= l1, 0.0, -(z - z.sign() * l1) / (after / learning_rate + l2)).float()
+    return w, torch.cat([grown, torch.where(w == 0, z, 0.0)], dim=1).float()
+
+
+def clipped(gradients: torch.Tensor, clip_norm: float) -> torch.Tensor:
+    """float32[n, D] with every row's L2 norm brought down to clip_norm; 0: as they are."""
+    if clip_norm == 0.0:
+        return gradients
+    norms = gradients.double().norm(dim=1, keepdim=True)
+    return (gradients * torch.where(norms > clip_norm, clip_norm / norms, 1.0)).float()
 
 
 def initial_values(row_ids: np.ndarray, seed: int, dim: int, low: float, high: float) -> np.ndarray:

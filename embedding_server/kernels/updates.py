@@ -12,9 +12,10 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, float32, int32, int64, njit, uint16, void
 
-from embedding_server.kernels.cpu import as_float32, update_row
+from embedding_server.kernels.cpu import as_float32
 from embedding_server.kernels.kernel import array, kernel, pointer, prefetch, view
 from embedding_server.kernels.row_sums import UNIT, sum_rows
+from embedding_server.kernels.row_updates import update_row
 from embedding_server.kernels.tables import DIM, KIND, STATE, STATE_COLUMNS, WEIGHTS
 from embedding_server.kernels.vectors import zero16
 from embedding_server.store import RowSums
@@ -68,7 +69,7 @@ def apply_values(
 ):
     """One optimizer step on the rows of each table, with gradients [counts[k], D] of like's dtype; slot -1 skips.
 
-    constants float32[T, 3]: eps, beta1, beta2 of each table of the directory; rates float32[K].
+    constants float32[T, NUM_CONSTANTS] of the directory's tables; rates float32[K].
     """
     buffer = np.empty(_widest(directory, tables), np.float32)
     for k in range(tables.size):

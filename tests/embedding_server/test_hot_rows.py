@@ -16,17 +16,19 @@ from embedding_server.reserved import PAGE_BYTES
 from embedding_server.spec import OptimizerKind, OptimizerSpec, TableSpec
 from embedding_server.store import WIRE_NUMPY
 
-KINDS: tuple[OptimizerKind, ...] = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+KINDS: tuple[OptimizerKind, ...] = ("sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl")
 WIRE_DTYPES = ("float32", "float16", "bfloat16")
 NUM_ROWS, DIM, STEPS, LEARNING_RATE = 60, 12, 20, 0.05
 
 
-def optimizer_spec(kind: OptimizerKind) -> OptimizerSpec:
-    return OptimizerSpec(kind=kind, eps=1e-6, beta1=0.8, beta2=0.95, initial_accumulator=0.1)
+def optimizer_spec(kind: OptimizerKind, **more: float) -> OptimizerSpec:
+    return OptimizerSpec(
+        kind=kind, eps=1e-6, beta1=0.8, beta2=0.95, initial_accumulator=0.1, ftrl_l1=0.3, ftrl_l2=0.2, **more
+    )
 
 
 def filled(rows: HotRows, weights: np.ndarray) -> HotRows:
-    state = np.full((len(weights), rows.num_state_columns), initial_state(rows.optimizer), np.float32)
+    state = np.tile(initial_state(rows.optimizer, rows.dim), (len(weights), 1))
     rows.write(np.arange(len(weights), dtype=np.int32), weights, state)
     return rows
 
@@ -47,12 +49,13 @@ def random_steps(wire_dtype: str) -> list[tuple[np.ndarray, np.ndarray, np.ndarr
     return steps
 
 
+@pytest.mark.parametrize("clip_norm", [0.0, 1.5])
 @pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_cpu_equals_the_reference_after_k_steps(kind: OptimizerKind, wire_dtype: str) -> None:
+def test_cpu_equals_the_reference_after_k_steps(kind: OptimizerKind, wire_dtype: str, clip_norm: float) -> None:
     weights = random_weights()
-    ours = filled(CpuHotRows(DIM, optimizer_spec(kind), 1000), weights)
-    theirs = filled(ReferenceHotRows(DIM, optimizer_spec(kind), 1000), weights)
+    ours = filled(CpuHotRows(DIM, optimizer_spec(kind, clip_norm=clip_norm), 1000), weights)
+    theirs = filled(ReferenceHotRows(DIM, optimizer_spec(kind, clip_norm=clip_norm), 1000), weights)
     for step, (slots, gradients, positions) in enumerate(random_steps(wire_dtype), start=1):
         for rows in (ours, theirs):
             rows.apply(slots, gradients, positions, wire_dtype, 0.5, LEARNING_RATE, step)
@@ -106,6 +109,68 @@ def test_rowwise_adagrad_is_its_formula() -> None:
     np.testing.assert_allclose(weights[0], 1 - 0.5 * gradient[0] / (h**0.5 + 1e-6), rtol=1e-6)
 
 
+def mcmahan(gradients: np.ndarray, spec: OptimizerSpec, alpha: float) -> np.ndarray:
+    """Algorithm 1 of McMahan et al. 2013 as printed, from w = 0: gradients float64[T, D] -> w after each step."""
+    z = np.zeros(gradients.shape[1])
+    n = np.full(gradients.shape[1], spec.initial_accumulator)
+    w, every = np.zeros_like(z), []
+    for g in gradients:
+        sigma = (np.sqrt(n + g * g) - np.sqrt(n)) / alpha
+        z, n = z + g - sigma * w, n + g * g
+        w = np.where(
+            np.abs(z) <= spec.ftrl_l1,
+            0.0,
+            -(z - np.sign(z) * spec.ftrl_l1) / ((spec.ftrl_beta + np.sqrt(n)) / alpha + spec.ftrl_l2),
+        )
+        every.append(w)
+    return np.array(every)
+
+
+@pytest.mark.parametrize("backend", [CpuHotRows, ReferenceHotRows])
+@pytest.mark.parametrize(("l1", "l2", "beta"), [(0.0, 0.0, 1.0), (0.6, 0.0, 1.0), (0.6, 0.4, 0.0)])
+def test_ftrl_is_mcmahans_algorithm(backend: type[HotRows], l1: float, l2: float, beta: float) -> None:
+    spec = OptimizerSpec(kind="ftrl", eps=1e-12, initial_accumulator=0.1, ftrl_l1=l1, ftrl_l2=l2, ftrl_beta=beta)
+    rows = filled(backend(DIM, spec, 10), np.zeros((1, DIM), np.float32))
+    gradients = np.random.default_rng(5).normal(0.1, 0.4, (60, DIM)).astype(np.float32)
+    slot, seen = np.zeros(1, np.int32), []
+    for step, gradient in enumerate(gradients, start=1):
+        rows.apply(slot, gradient[None], slot, "float32", 1.0, 0.3, step)
+        seen.append(rows.read(slot)[0][0])
+    wanted = mcmahan(gradients.astype(np.float64), spec, 0.3)
+    np.testing.assert_allclose(np.array(seen), wanted, rtol=1e-4, atol=2e-6)
+    np.testing.assert_array_equal(np.array(seen) == 0, wanted == 0)
+    assert (wanted == 0).any() == (l1 > 0)  # the threshold was met from both sides
+    assert np.abs(wanted[-1]).max() > 0.05
+
+
+@pytest.mark.parametrize("backend", [CpuHotRows, ReferenceHotRows])
+def test_ftrl_goes_on_from_its_weights(backend: type[HotRows]) -> None:
+    """A thawed row has n and w only, and the rate may change from step to step: a zero gradient moves nothing."""
+    weights = random_weights()
+    rows = filled(backend(DIM, optimizer_spec("ftrl"), 1000), weights)
+    slots = np.arange(NUM_ROWS, dtype=np.int32)
+    for step, rate in enumerate([0.1, 0.05, 3.0, 0.0], start=1):
+        rows.apply(slots, np.zeros((NUM_ROWS, DIM), np.float32), slots, "float32", 1.0, rate, step)
+        np.testing.assert_allclose(rows.read(slots)[0], weights, rtol=1e-6)
+    ones = np.ones((NUM_ROWS, DIM), np.float32)
+    rows.apply(slots, ones, slots, "float32", 1.0, 0.0, 5)  # no step, though n grows
+    after, state = rows.read(slots)
+    np.testing.assert_allclose(after, weights, rtol=1e-6)
+    np.testing.assert_allclose(state[:, :DIM], 1.1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("backend", [CpuHotRows, ReferenceHotRows])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_a_gradient_is_clipped_to_its_norm(backend: type[HotRows], size: float) -> None:
+    rows = filled(backend(4, OptimizerSpec(kind="sgd", clip_norm=0.5), 10), np.zeros((2, 4), np.float32))
+    gradients = np.array([[3.0, 0.0, -4.0, 0.0], [0.06, 0.08, 0.0, 0.0]], np.float32) * np.float32(size)
+    slots = np.arange(2, dtype=np.int32)
+    rows.apply(slots, gradients, slots, "float32", 2.0, 1.0, 1)
+    norms = np.linalg.norm(2.0 * gradients.astype(np.float64), axis=1, keepdims=True)
+    wanted = -2.0 * gradients.astype(np.float64) * np.minimum(1.0, 0.5 / norms)
+    np.testing.assert_allclose(rows.read(slots)[0], wanted, rtol=1e-6)
+
+
 @pytest.mark.parametrize("backend", [CpuHotRows, ReferenceHotRows])
 def test_sgd_on_integers_is_exact(backend: type[HotRows]) -> None:
     rows = filled(backend(DIM, optimizer_spec("sgd"), 1000), np.zeros((NUM_ROWS, DIM), np.float32))
@@ -144,7 +209,9 @@ def test_a_new_row_has_its_own_initial_values_and_accumulator(backend: type[HotR
     weights, state = rows.read(slots)
     assert weights.min() >= -0.5
     assert weights.max() < 0.25
-    assert (state == np.float32(0.1 if kind in ("adagrad", "rowwise_adagrad") else 0.0)).all()
+    first, rest = (0.1, 0.0) if kind == "ftrl" else (0.1,) * 2 if "adagrad" in kind else (0.0,) * 2
+    assert (state[:, :DIM] == np.float32(first)).all()
+    assert (state[:, DIM:] == np.float32(rest)).all()
     alone = backend(DIM, spec.optimizer, 100)
     alone.initialise(np.zeros(1, np.int32), row_ids[2:], spec)
     np.testing.assert_array_equal(alone.read(np.zeros(1, np.int32))[0][0], weights[2])

@@ -16,7 +16,7 @@ from embedding_server.optimizers import (
 )
 from embedding_server.spec import OptimizerKind, OptimizerSpec, TableSpec
 
-KINDS: tuple[OptimizerKind, ...] = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+KINDS: tuple[OptimizerKind, ...] = ("sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl")
 
 
 def table(kind: OptimizerKind, dim: int = 8) -> TableSpec:
@@ -24,9 +24,9 @@ def table(kind: OptimizerKind, dim: int = 8) -> TableSpec:
 
 
 def test_state_columns_and_initial_state() -> None:
-    assert [num_state_columns(kind, 64) for kind in KINDS] == [0, 64, 1, 128]
-    initial = [initial_state(OptimizerSpec(kind=kind, initial_accumulator=0.25)) for kind in KINDS]
-    assert initial == [0.0, 0.25, 0.25, 0.0]
+    assert [num_state_columns(kind, 64) for kind in KINDS] == [0, 64, 1, 128, 128]
+    initial = [initial_state(OptimizerSpec(kind=kind, initial_accumulator=0.25), 2).tolist() for kind in KINDS]
+    assert initial == [[], [0.25] * 2, [0.25], [0.0] * 4, [0.25, 0.25, 0.0, 0.0]]
 
 
 def test_adam_step_size_holds_both_bias_corrections() -> None:
@@ -62,6 +62,9 @@ def test_one_byte_keeps_an_accumulator_within_a_quarter_octave(kind: OptimizerKi
     if kind == "adam":
         assert not decoded[:, :8].any()
         decoded = decoded[:, 8:]
+    if kind == "ftrl":
+        assert not decoded[:, 8:].any()  # z: the row's first Push makes it from w
+        decoded = decoded[:, :8]
     assert (np.abs(np.log2(decoded / value)) <= 0.12501).all()
 
 
@@ -73,6 +76,9 @@ def test_the_byte_is_the_mean_of_what_the_row_gathered() -> None:
     adam = table("adam", 4)
     decoded = decode_accumulator(adam, encode_accumulator(adam, moments), 4)
     assert decoded.tolist() == [[0.0] * 4 + [4.0] * 4]
+    ftrl = table("ftrl", 4)
+    with_z = np.concatenate([state, np.full((1, 4), -99.0, np.float32)], axis=1)
+    assert decode_accumulator(ftrl, encode_accumulator(ftrl, with_z), 4).tolist() == [[4.0] * 4 + [0.0] * 4]
 
 
 def test_zero_is_exact_and_the_ends_clamp() -> None:

@@ -20,8 +20,8 @@ WIRE_DTYPES = ("float32", "float16", "bfloat16")
 NUM_ROWS, DIM = 50, 16
 
 
-def backends(kind: OptimizerKind, max_rows: int = 20_000) -> list[HotRows]:
-    optimizer = OptimizerSpec(kind=kind, eps=1e-6, initial_accumulator=0.1)
+def backends(kind: OptimizerKind, max_rows: int = 20_000, clip_norm: float = 0.0) -> list[HotRows]:
+    optimizer = OptimizerSpec(kind=kind, eps=1e-6, initial_accumulator=0.1, clip_norm=clip_norm)
     return [
         FbgemmHotRows(DIM, optimizer, max_rows, device="cpu"),
         ReferenceHotRows(DIM, optimizer, max_rows),
@@ -31,7 +31,7 @@ def backends(kind: OptimizerKind, max_rows: int = 20_000) -> list[HotRows]:
 
 def fill(rows: HotRows) -> np.ndarray:
     weights = np.random.default_rng(0).uniform(-1, 1, (NUM_ROWS, DIM)).astype(np.float32)
-    state = np.full((NUM_ROWS, rows.num_state_columns), initial_state(rows.optimizer), np.float32)
+    state = np.tile(initial_state(rows.optimizer, rows.dim), (NUM_ROWS, 1))
     rows.write(np.arange(NUM_ROWS, dtype=np.int32), weights, state)
     return weights
 
@@ -39,7 +39,7 @@ def fill(rows: HotRows) -> np.ndarray:
 @pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_k_steps_of_fbgemm_equal_ours(kind: OptimizerKind, wire_dtype: str) -> None:
-    fbgemm, *others = backends(kind)
+    fbgemm, *others = backends(kind, clip_norm=1.5 if wire_dtype == "float32" else 0.0)
     for rows in (fbgemm, *others):
         fill(rows)
     rng = np.random.default_rng(1)
@@ -121,6 +121,11 @@ def test_empty_calls_do_nothing() -> None:
 def test_adam_on_the_cpu_path_is_refused_with_the_way_out() -> None:
     with pytest.raises(InvalidInput, match="FBGEMM has no adam on CPUs; set backend='cpu'"):
         FbgemmHotRows(DIM, OptimizerSpec(kind="adam"), 100, device="cpu")
+
+
+def test_ftrl_is_refused_with_the_way_out() -> None:
+    with pytest.raises(InvalidInput, match="FBGEMM has no FTRL; set backend='cpu'"):
+        FbgemmHotRows(DIM, OptimizerSpec(kind="ftrl"), 100)
 
 
 def test_the_backend_can_be_asked_for_by_name() -> None:

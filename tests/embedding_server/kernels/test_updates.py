@@ -17,13 +17,15 @@ from embedding_server.store import NUM_BUCKETS, RowSums
 from embedding_server.table import Table
 from embedding_server.table_threads import TableThreads
 
-KINDS: tuple[OptimizerKind, ...] = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+KINDS: tuple[OptimizerKind, ...] = ("sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl")
 DIMS = (4, 36, 64, 144)
 ROWS, STEPS, RATE = 90, 4, 0.1
 
 
-def table_of(tmp_path, index: int, kind: OptimizerKind) -> Table:
-    optimizer = OptimizerSpec(kind=kind, eps=1e-6, beta1=0.8, beta2=0.95, initial_accumulator=0.1)
+def table_of(tmp_path, index: int, kind: OptimizerKind, clip_norm: float = 0.0) -> Table:
+    optimizer = OptimizerSpec(
+        kind=kind, eps=1e-6, beta1=0.8, beta2=0.95, initial_accumulator=0.1, ftrl_l1=0.3, clip_norm=clip_norm
+    )
     return Table(
         TableSpec(name=f"t{index}", dim=DIMS[index], optimizer=optimizer), backend=choose_backend("cpu"),
         data_dir=tmp_path, budget=MemoryBudget(1 << 26), num_buckets=NUM_BUCKETS, on_event=lambda text: None,
@@ -56,7 +58,7 @@ def test_updates_of_many_tables_equal_the_reference(tmp_path, kind: OptimizerKin
     rng = np.random.default_rng(0)
     team = TableThreads(threads)
     path = HotPath(team)
-    tables = [table_of(tmp_path, k, kind) for k in range(len(DIMS))]
+    tables = [table_of(tmp_path, k, kind, clip_norm=4.0 * (k % 2)) for k in range(len(DIMS))]
     theirs = []
     row_ids = np.arange(ROWS, dtype=np.int64) * 7 - 50
     for table in tables:
