@@ -3,7 +3,8 @@
     freeze  hot row -> quantise -> segment; its optimizer state shrinks to one byte; its slot is free again
     thaw    segment -> dequantise -> hot row with a warm accumulator (a cold one costs 0.7 to 8.5 AUC points)
 
-A row freezes only if it survives it (`can_freeze`); otherwise it stays hot and is counted in rows_unfreezable.
+A row freezes only if it survives it, if need be in 8 bits instead of 4 (kernels/frozen.py, `choose_bits`); otherwise it
+stays hot and is counted in rows_unfreezable.
 """
 
 from __future__ import annotations
@@ -12,19 +13,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from embedding_server.errors import SegmentCorrupt
 from embedding_server.index import FROZEN_BIT, INITIAL, Entries
-from embedding_server.kernels.frozen import can_freeze, quantize_8bit, read_frozen
+from embedding_server.kernels.frozen import choose_bits, quantise
 from embedding_server.optimizers import decode_accumulator, encode_accumulator
 
 if TYPE_CHECKING:
     from embedding_server.table import Table
 
+_ROWS_AT_ONCE = 8192  # rows that freeze at once: 2 MB of weights, which stay in cache from reading to quantising
 _LEAST_COLDEST = 1 / 16  # at the memory limit this share of the hot rows freezes at once: the scan is paid once
-
-
-def frozen_row_bytes(dim: int, frozen_bits: int) -> int:
-    """Bytes of a frozen row's values: float32, or FBGEMM's fused 8-bit row (values, then float32 scale and bias)."""
-    return 4 * dim if frozen_bits == 32 else dim + 8
 
 
 def can_freeze_now(table: Table, rows: int) -> bool:
@@ -42,28 +40,34 @@ def freeze(table: Table, entries: Entries) -> tuple[int, int]:
     """
     if not can_freeze_now(table, entries.row_ids.shape[0]):
         return 0, 0
-    slots = entries.locations.astype(np.int32)
-    weights, state = table.hot.read(slots)
-    survives = can_freeze(weights)
-    refused = int(slots.shape[0] - survives.sum())
-    if refused:
-        keep = np.flatnonzero(survives)
-        slots, weights, state = slots[keep], weights[keep], state[keep]
-        entries = Entries(entries.row_ids[keep], entries.addresses[keep], entries.locations[keep], entries.heat[keep])
-    if not slots.shape[0]:
-        return 0, refused
-    locations = table.segments.append(
-        entries.row_ids,
-        _quantise(weights, table.spec.policy.frozen_bits),
-        encode_accumulator(table.spec, state),
-        table.visits.array[slots, 0],
-    )
-    table.index.set_locations(entries.addresses, locations)
-    table.slots.give_back(slots)
+    bits = np.zeros(entries.row_ids.shape[0], np.uint8)
+    for start in range(0, bits.shape[0], _ROWS_AT_ONCE):
+        part = slice(start, start + _ROWS_AT_ONCE)
+        slots = entries.locations[part].astype(np.int32)
+        bits[part] = _freeze_part(table, entries.row_ids[part], entries.addresses[part], slots)
+        table.slots.give_back(slots[bits[part] != 0])
+    frozen = int(np.count_nonzero(bits))
     table.generation += 1
-    table.rows_frozen += slots.shape[0]
-    table.moves_frozen += slots.shape[0]
-    return int(slots.shape[0]), refused
+    table.rows_frozen += frozen
+    table.moves_frozen += frozen
+    return frozen, bits.shape[0] - frozen
+
+
+def _freeze_part(table: Table, row_ids: np.ndarray, entry_addresses: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """Copies rows into segments and flips their entries. Returns uint8[n]: the bits that each took, 0: it stays hot."""
+    weights, state = table.hot.read(slots)
+    accumulators = encode_accumulator(table.spec, state)
+    visits = table.visits.array[slots, 0]
+    bits = choose_bits(weights, table.spec.policy.frozen_bits)
+    for wanted in table.segments.formats:
+        at = np.flatnonzero(bits == wanted)
+        if at.shape[0] == bits.shape[0]:
+            rows = row_ids, quantise(weights, wanted), accumulators, visits
+            table.index.set_locations(entry_addresses, table.segments.append(*rows, bits=wanted))
+        elif at.shape[0]:
+            rows = row_ids[at], quantise(weights[at], wanted), accumulators[at], visits[at]
+            table.index.set_locations(entry_addresses[at], table.segments.append(*rows, bits=wanted))
+    return bits
 
 
 def thaw(table: Table, addresses: np.ndarray, locations: np.ndarray, row_ids: np.ndarray, step: int) -> int:
@@ -77,7 +81,11 @@ def thaw(table: Table, addresses: np.ndarray, locations: np.ndarray, row_ids: np
         table.visits.array[slots[untouched], 0] = 0
     stored = np.flatnonzero(~untouched)
     if stored.shape[0]:
-        _read_back(table, slots[stored], locations[stored])
+        try:
+            _read_back(table, slots[stored], locations[stored])
+        except SegmentCorrupt:
+            table.slots.give_back(slots)
+            raise
     table.index.set_locations(addresses, slots.astype(np.uint32))
     table.last_step.array[slots, 0] = step
     table.rows_frozen -= n
@@ -110,19 +118,11 @@ def freeze_coldest(table: Table, rows: int, step: int) -> int:
     return frozen
 
 
-def _quantise(weights: np.ndarray, frozen_bits: int) -> np.ndarray:
-    """float32[n, D] -> uint8[n, frozen_row_bytes]."""
-    if frozen_bits == 32:
-        return np.ascontiguousarray(weights).view(np.uint8)
-    rows = np.empty((weights.shape[0], frozen_row_bytes(weights.shape[1], frozen_bits)), np.uint8)
-    quantize_8bit(weights, rows)
-    return rows
-
-
 def _read_back(table: Table, slots: np.ndarray, locations: np.ndarray) -> None:
     spec = table.spec
-    weights = read_frozen(table.segments.addresses(locations), spec.policy.frozen_bits, spec.dim)
+    weights = table.segments.read(locations)
     codes = table.segments.accumulators_of(locations)
+    visits = table.segments.visits_of(locations)
     table.hot.write(slots, weights, decode_accumulator(spec, codes, spec.dim))
-    table.visits.array[slots, 0] = table.segments.visits_of(locations)
+    table.visits.array[slots, 0] = visits
     table.segments.mark_dead(locations)

@@ -33,6 +33,7 @@ class SegmentBuilder:
     """
 
     def __init__(self, fmt: SegmentFormat, slot: int, capacity: int, frozen_step: int) -> None:
+        self.format = fmt
         self.slot = slot
         self.capacity = capacity
         self.frozen_step = frozen_step

@@ -14,8 +14,8 @@ All numbers are little-endian. n rows (1 to 2^23-1), B buckets, R row bytes.
     E                 4 K        block_crcs      uint32[K], K = ceil(E / 65536): CRC-32 (zlib) of each 64 KiB block of
                                                  the file from byte 0 to E, so that every byte is covered
 
-The tensors lie in this order without holes and end with the file. A row of 8 bits is FBGEMM's fused row-wise format:
-dim bytes of codes, then float32 scale and float32 bias (R = dim + 8). A row of 32 bits is dim float32 (R = 4 dim).
+The tensors lie in this order without holes and end with the file. All rows of a file have the same bits: 4 (R = dim/2 +
+4), 8 (R = dim + 8), 16 (R = 2 dim) or 32 (R = 4 dim), in the formats of kernels/frozen.py.
 `__metadata__` holds, as strings: format_version, table, bits, dim, num_buckets, frozen_step.
 
 A file appears under its name only when it is whole: it is written beside it as NAME.partial, fsynced, renamed, and the
@@ -34,6 +34,8 @@ from typing import Any
 
 import numpy as np
 
+from embedding_server.kernels import frozen
+
 FORMAT_VERSION = 1
 CRC_BLOCK_BYTES = 64 << 10
 MAX_HEADER_BYTES = 64 << 10
@@ -42,21 +44,22 @@ WRITE_BYTES = 4 << 20  # one write() call
 PARTIAL_SUFFIX = ".partial"
 
 DTYPES: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "U32": np.dtype("<u4"), "U8": np.dtype("u1")}
+BITS = (4, 8, 16, 32)
 METADATA_KEYS = {"format_version", "table", "bits", "dim", "num_buckets", "frozen_step"}
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentFormat:
-    """What all segments of one table and shard have in common."""
+    """What the segments of one table, shard and number of bits have in common."""
 
     table: str
-    bits: int  # 8 or 32
+    bits: int  # one of BITS
     dim: int
     num_buckets: int
 
     @property
     def row_bytes(self) -> int:
-        return self.dim + 8 if self.bits == 8 else 4 * self.dim
+        return frozen.row_bytes(self.bits, self.dim)
 
     @property
     def unit_bytes(self) -> int:

@@ -1,7 +1,8 @@
 """Opens segment files: checks everything that a map relies on, then maps the file for reading.
 
-Header, layout, offsets and size are always checked; `verify=True` reads the whole file and checks every CRC and that
-each row_id lies in its bucket. What is wrong is told as SegmentCorrupt, with the name of the file.
+Header, layout, offsets and size are checked when a file is opened; each 64 KiB block against its CRC-32 before the
+first read of it (`check_block`; segment_rows.py keeps readers behind it), or all of them at once with `verify=True`,
+which also checks that each row_id lies in its bucket. What is wrong is told as SegmentCorrupt, with the file's name.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 from embedding_server.errors import SegmentCorrupt
 from embedding_server.kernels.locations import MAX_SEGMENT_ROWS, first_misplaced
 from embedding_server.segment_file import (
+    BITS,
     CRC_BLOCK_BYTES,
     DTYPES,
     FORMAT_VERSION,
@@ -33,21 +35,52 @@ from embedding_server.segment_file import (
 )
 from embedding_server.spec import MAX_DIM
 
+#: States of a block: nobody has read it; its CRC-32 was right; its pages were asked for, its CRC-32 is still to check.
+UNCHECKED, CHECKED, ASKED_FOR = 0, 1, 2
+
 
 @dataclass(slots=True)
 class MappedSegment:
-    """An open segment file. After close() its arrays must not be touched: the addresses are gone."""
+    """An open segment file. After close() its arrays must not be touched: the addresses are gone.
+
+    Thread safety: any thread may read and check blocks; two that check one block at a time come to the same result.
+    """
 
     path: Path
     format: SegmentFormat
     frozen_step: int
     size_bytes: int
     arrays: SegmentArrays
+    block_crcs: np.ndarray  # uint32[K]
+    block_states: np.ndarray  # uint8[K]: UNCHECKED, CHECKED or ASKED_FOR; not mapped
     _map: _FileMap
 
     @property
     def num_rows(self) -> int:
         return int(self.arrays.row_ids.shape[0])
+
+    @property
+    def address(self) -> int:
+        """Where the map starts: block b is the CRC_BLOCK_BYTES from address + b * CRC_BLOCK_BYTES on."""
+        assert self._map.address is not None, "the segment is closed"
+        return self._map.address
+
+    def check_block(self, block: int) -> None:
+        """Reads a block and compares it with its CRC-32, once. SegmentCorrupt, every time, if they differ."""
+        if self.block_states[block] == CHECKED:
+            return
+        start = block * CRC_BLOCK_BYTES
+        covered = memoryview(self._map.bytes)[: self.size_bytes - self.block_crcs.nbytes]
+        if zlib.crc32(covered[start : start + CRC_BLOCK_BYTES]) != int(self.block_crcs[block]):
+            raise _corrupt(self.path, f"block {block} (bytes {start} and on) does not match its CRC-32")
+        self.block_states[block] = CHECKED
+
+    def check_offsets(self) -> None:
+        """Checks the blocks of bucket_offsets, which a merge goes by."""
+        offsets = self.arrays.bucket_offsets
+        first = offsets.ctypes.data - self.address
+        for block in range(first // CRC_BLOCK_BYTES, (first + offsets.nbytes - 1) // CRC_BLOCK_BYTES + 1):
+            self.check_block(block)
 
     def close(self) -> None:
         self._map.close()
@@ -66,6 +99,7 @@ class _FileMap:
             raise OSError(code, f"mmap of {size} bytes: {os.strerror(code)}")
         self.address: int | None = address
         self.size = size
+        _libc.madvise(address, size, mmap.MADV_RANDOM)  # advice only: refused, reads are slower
         self.bytes = np.frombuffer((ctypes.c_ubyte * size).from_address(address), np.uint8)
         self.bytes.flags.writeable = False
 
@@ -79,6 +113,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -96,14 +131,18 @@ def open_segment(path: Path, verify: bool = True) -> MappedSegment:
         os.close(fd)
     try:
         arrays, crcs_start = _views(file_map.bytes, fmt, num_rows, data_start)
+        crcs = file_map.bytes[crcs_start:].view("<u4")
+        states = np.full(crcs.shape[0], UNCHECKED, np.uint8)
+        segment = MappedSegment(path, fmt, frozen_step, size, arrays, crcs, states, file_map)
         _check_offsets(path, arrays.bucket_offsets, num_rows)
         if verify:
-            _check_crcs(path, file_map.bytes, crcs_start)
+            for block in range(crcs.shape[0]):
+                segment.check_block(block)
             _check_buckets(path, arrays, fmt.num_buckets)
     except BaseException:
         file_map.close()
         raise
-    return MappedSegment(path, fmt, frozen_step, size, arrays, file_map)
+    return segment
 
 
 def _corrupt(path: Path, what: str) -> SegmentCorrupt:
@@ -155,10 +194,10 @@ def _read_metadata(path: Path, metadata: Any) -> tuple[SegmentFormat, int]:
         numbers[key] = int(text)
     if numbers["format_version"] != FORMAT_VERSION:
         raise _corrupt(path, f"format_version={numbers['format_version']}, this program reads {FORMAT_VERSION}")
-    if numbers["bits"] not in (8, 32):
-        raise _corrupt(path, f"bits={numbers['bits']} is not 8 or 32")
-    if not 1 <= numbers["dim"] <= MAX_DIM:
-        raise _corrupt(path, f"dim={numbers['dim']} is not in 1 to {MAX_DIM}")
+    if numbers["bits"] not in BITS:
+        raise _corrupt(path, f"bits={numbers['bits']} is not one of {', '.join(map(str, BITS))}")
+    if not 1 <= numbers["dim"] <= MAX_DIM or numbers["dim"] % 4:
+        raise _corrupt(path, f"dim={numbers['dim']} is not a multiple of 4 in 4 to {MAX_DIM}")
     buckets = numbers["num_buckets"]
     if not 1 <= buckets <= MAX_BUCKETS or buckets & (buckets - 1):
         raise _corrupt(path, f"num_buckets={buckets} is no power of two up to {MAX_BUCKETS}")
@@ -204,16 +243,6 @@ def _views(data: np.ndarray, fmt: SegmentFormat, num_rows: int, data_start: int)
 def _check_offsets(path: Path, offsets: np.ndarray, num_rows: int) -> None:
     if offsets[0] != 0 or offsets[-1] != num_rows or bool((offsets[1:] < offsets[:-1]).any()):
         raise _corrupt(path, f"bucket_offsets do not rise from 0 to {num_rows}")
-
-
-def _check_crcs(path: Path, data: np.ndarray, crcs_start: int) -> None:
-    """Reads the whole file once and compares every block with its CRC-32."""
-    crcs = np.frombuffer(data[crcs_start:].tobytes(), "<u4")
-    covered = memoryview(data)[:crcs_start]
-    for block, crc in enumerate(crcs.tolist()):
-        start = block * CRC_BLOCK_BYTES
-        if zlib.crc32(covered[start : start + CRC_BLOCK_BYTES]) != crc:
-            raise _corrupt(path, f"block {block} (bytes {start} and on) does not match its CRC-32")
 
 
 def _check_buckets(path: Path, arrays: SegmentArrays, num_buckets: int) -> None:

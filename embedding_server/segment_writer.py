@@ -40,7 +40,7 @@ class SegmentWriter:
     def __init__(
         self,
         directory: Path,
-        fmt: SegmentFormat,
+        table: str,
         *,
         executor: Executor | None,
         on_event: Callable[[str], None],
@@ -49,12 +49,12 @@ class SegmentWriter:
         """Several tables may share `directory`. Files that an earlier process left there for this table are deleted:
         nothing points at their rows once that process is gone."""
         self.directory = directory
-        self._format = fmt
+        self._table = table
         self._executor = executor
         self._on_event = on_event
         self._clock = clock
         # Any text may name a table; its digest makes a file name of it.
-        self._prefix = f"segment-{hashlib.blake2b(fmt.table.encode(), digest_size=6).hexdigest()}"
+        self._prefix = f"segment-{hashlib.blake2b(table.encode(), digest_size=6).hexdigest()}"
         self._next_file = 0
         self._waiting: deque[SegmentBuilder] = deque()
         self._write: _Write | None = None
@@ -117,14 +117,14 @@ class SegmentWriter:
             self._note_failure(write.builder, error)
             return None
         if self.is_failing:
-            self._on_event(f"table {self._format.table!r}: segments are written again under {self.directory}")
+            self._on_event(f"table {self._table!r}: segments are written again under {self.directory}")
         self._retry_s = self._retry_at = 0.0
         return write.builder, mapped
 
     def _start(self, builder: SegmentBuilder) -> _Write:
         path = self.directory / f"{self._prefix}-{self._next_file:08d}.safetensors"
         self._next_file += 1
-        arguments = (path, self._format, builder.frozen_step, builder.arrays())
+        arguments = (path, builder.format, builder.frozen_step, builder.arrays())
         if self._executor is not None:
             return _Write(builder, self._executor.submit(_write_and_map, *arguments))
         done: Future[MappedSegment] = Future()
@@ -138,7 +138,7 @@ class SegmentWriter:
         self._waiting.appendleft(builder)
         if not self.is_failing:
             self._on_event(
-                f"table {self._format.table!r}: cannot write a segment of {builder.num_rows} rows under "
+                f"table {self._table!r}: cannot write a segment of {builder.num_rows} rows under "
                 f"{self.directory}: {error}; they stay in memory and the write is tried again; free or repair the disk"
             )
         self._retry_s = min(LAST_RETRY_S, 2 * self._retry_s) if self.is_failing else FIRST_RETRY_S
@@ -149,7 +149,7 @@ class SegmentWriter:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            self._on_event(f"table {self._format.table!r}: cannot delete {path}: {error}; nothing uses it: delete it")
+            self._on_event(f"table {self._table!r}: cannot delete {path}: {error}; nothing uses it: delete it")
 
     def _delete_leftovers(self) -> None:
         if not self.directory.is_dir():

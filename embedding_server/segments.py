@@ -7,7 +7,11 @@ The life of a segment:
     written   file on disk, mapped, buffer given back           (segment_file.py, segment_reader.py)
     gone      merged into another (segment_merge.py), or its last row died: unmapped, file deleted
 
-Rows can be read in every stage. A thaw only marks the row dead; its bytes go when a merge leaves it out.
+Rows can be read in every stage, through segment_rows.py. A thaw only marks the row dead; its bytes go when a merge
+leaves it out.
+
+A segment has rows of one format: the table's frozen_bits, or 8 bits beside 4 for rows that 4 would damage. So a freeze
+may fill two growing segments at once, and merges stay within a format: at most segment_merge.MAX_SEGMENTS of each.
 """
 
 from __future__ import annotations
@@ -19,13 +23,14 @@ from pathlib import Path
 
 import numpy as np
 
-from embedding_server.errors import Overloaded
+from embedding_server.errors import Overloaded, SegmentCorrupt
 from embedding_server.kernels import locations as kernels
 from embedding_server.kernels.locations import MAX_SLOTS
 from embedding_server.segment_builder import MAX_SEGMENT_BYTES, SegmentBuilder, capacity_rows, fixed_bytes
 from embedding_server.segment_file import SegmentFormat
 from embedding_server.segment_merge import Merge, plan_merge
 from embedding_server.segment_reader import MappedSegment
+from embedding_server.segment_rows import Part, SegmentRows
 from embedding_server.segment_writer import SegmentWriter
 from embedding_server.store import NUM_BUCKETS
 
@@ -50,7 +55,6 @@ class SegmentSet:
         self,
         directory: Path,
         table_name: str,
-        row_bytes: int,
         num_buckets: int = NUM_BUCKETS,
         *,
         bits: int,
@@ -62,24 +66,25 @@ class SegmentSet:
     ) -> None:
         """`directory` belongs to one shard and may hold several tables; leftovers of this table there are deleted.
 
+        bits: the table's frozen_bits; with 4, rows of 8 bits may be appended too.
         executor: writes files beside the caller, one thread is enough for a shard; None: write_pending writes before it
         returns. on_event takes lines for people, from the calling thread.
         """
-        self.format = SegmentFormat(table_name, bits, dim, num_buckets)
-        assert row_bytes == self.format.row_bytes, f"row_bytes={row_bytes} does not fit dim={dim}, bits={bits}"
-        self.row_bytes = row_bytes
-        self._capacity = capacity_rows(self.format, segment_bytes)
-        self._fixed_bytes = fixed_bytes(self.format)
+        #: by bits; the first is what most rows take
+        self.formats = {b: SegmentFormat(table_name, b, dim, num_buckets) for b in ((4, 8) if bits == 4 else (bits,))}
+        self._table, self._bits, self._num_buckets = table_name, bits, num_buckets
+        self._capacity = {b: capacity_rows(fmt, segment_bytes) for b, fmt in self.formats.items()}
         self._builders: dict[int, SegmentBuilder] = {}
         self._mapped: dict[int, MappedSegment] = {}
         self._rows = np.zeros(MAX_SLOTS, np.int64)
         self._dead = np.zeros(MAX_SLOTS, np.int64)
-        # Base addresses by slot of row_ids, rows, accumulators and visits; kernels follow locations through them.
-        self._bases = np.zeros((4, MAX_SLOTS), np.int64)
-        self._growing: SegmentBuilder | None = None
+        self._damaged: set[int] = set()  # slots of files that a merge could not read
+        self._reader = SegmentRows(dim)
+        self._growing: dict[int, SegmentBuilder] = {}  # by bits
         self._frozen_step = 0
-        self._writer = SegmentWriter(Path(directory), self.format, executor=executor, on_event=on_event, clock=clock)
+        self._writer = SegmentWriter(Path(directory), table_name, executor=executor, on_event=on_event, clock=clock)
         self._merge: Merge | None = None
+        self._on_event = on_event
 
     # Freezing -------------------------------------------------------------------------------------------------------
 
@@ -89,33 +94,47 @@ class SegmentSet:
         self._frozen_step = frozen_step
 
     def can_append(self, num_rows: int) -> bool:
-        """Appending this many rows will find a segment slot, whatever their buckets."""
-        segments = -(-num_rows // self._capacity)
-        return num_rows == 0 or len(self._builders) + len(self._mapped) + segments <= MAX_SLOTS - 1
+        """Appending this many rows will find segment slots, whatever their buckets and formats."""
+        if num_rows == 0:
+            return True
+        segments = -(-num_rows // min(self._capacity.values())) + len(self.formats) - 1
+        return segments <= self._free_slots
 
-    def append(self, row_ids: np.ndarray, rows: np.ndarray, accumulators: np.ndarray, visits: np.ndarray) -> np.ndarray:
+    @property
+    def _free_slots(self) -> int:
+        return MAX_SLOTS - 1 - len(self._builders) - len(self._mapped)
+
+    def append(
+        self,
+        row_ids: np.ndarray,
+        rows: np.ndarray,
+        accumulators: np.ndarray,
+        visits: np.ndarray,
+        bits: int | None = None,
+    ) -> np.ndarray:
         """Freezes rows: int64[n] sorted by bucket, uint8[n, row_bytes], uint8[n], uint8[n] -> locations uint32[n].
 
-        Calls of one pass should go up in buckets too: a lower bucket than the last starts a new segment. Overloaded,
-        with nothing changed, when the segment slots are used up.
+        bits: the format of all of them, one of `formats`; None: the table's own. Calls of one pass and format should go
+        up in buckets too: a lower bucket than the last starts a new segment. Overloaded, with nothing changed, when the
+        segment slots are used up.
         """
-        n = row_ids.shape[0]
+        bits, n = bits or self._bits, row_ids.shape[0]
         buckets = np.empty(n, np.int32)
-        in_order = kernels.sorted_buckets(row_ids, self.format.num_buckets, buckets)
+        in_order = kernels.sorted_buckets(row_ids, self._num_buckets, buckets)
         assert in_order, "append needs row_ids sorted by bucket"
-        growing = self._growing
+        growing = self._growing.get(bits)
         fits = growing is not None and (not n or (n <= growing.room and buckets[0] >= growing.last_bucket))
-        if not fits and not self.can_append(n):
+        if not fits and -(-n // self._capacity[bits]) > self._free_slots:
             used = len(self._builders) + len(self._mapped)
             raise Overloaded(
-                f"table {self.format.table!r}: {used} of {MAX_SLOTS} segments are in use and one is kept for merges; "
+                f"table {self._table!r}: {used} of {MAX_SLOTS} segments are in use and one is kept for merges; "
                 "rows stay hot until a merge frees some; if it lasts, add shards",
                 retry_after_ms=1000,
             )
         locations = np.empty(n, np.uint32)
         start = 0
         while start < n:
-            builder = self._builder_for(int(buckets[start]))
+            builder = self._builder_for(bits, int(buckets[start]))
             part = slice(start, min(n, start + builder.room))
             locations[part] = builder.append(row_ids[part], buckets[part], rows[part], accumulators[part], visits[part])
             self._rows[builder.slot] = builder.num_rows
@@ -123,45 +142,60 @@ class SegmentSet:
         return locations
 
     def seal(self) -> None:
-        """Ends the segment that grows now; it waits for write_pending. Nothing happens if there is none."""
-        if self._growing is not None:
-            self._writer.enqueue(self._growing)
-            self._growing = None
+        """Ends the segments that grow now; they wait for write_pending. Nothing happens if there are none."""
+        for bits in list(self._growing):
+            self._writer.enqueue(self._growing.pop(bits))
 
-    def _builder_for(self, bucket: int) -> SegmentBuilder:
-        growing = self._growing
+    def _builder_for(self, bits: int, bucket: int) -> SegmentBuilder:
+        growing = self._growing.get(bits)
         if growing is not None and growing.room and bucket >= growing.last_bucket:
             return growing
-        self.seal()
-        self._growing = self._new_builder(self._frozen_step)
-        return self._growing
+        if growing is not None:
+            self._writer.enqueue(growing)
+        self._growing[bits] = self._new_builder(bits, self._frozen_step)
+        return self._growing[bits]
 
-    def _new_builder(self, frozen_step: int) -> SegmentBuilder:
+    def _new_builder(self, bits: int, frozen_step: int) -> SegmentBuilder:
         slot = next(s for s in range(MAX_SLOTS) if s not in self._builders and s not in self._mapped)
-        builder = SegmentBuilder(self.format, slot, self._capacity, frozen_step)
+        builder = SegmentBuilder(self.formats[bits], slot, self._capacity[bits], frozen_step)
         self._builders[slot] = builder
-        self._bases[:, slot] = builder.base_addresses()
+        self._reader.set_buffer(builder)
         return builder
 
-    # Reading --------------------------------------------------------------------------------------------------------
+    # Reading: SegmentCorrupt names the file and block if one is damaged ---------------------------------------
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of an encoded row of the table's frozen_bits."""
+        return self.formats[self._bits].row_bytes
 
     def addresses(self, locations: np.ndarray) -> np.ndarray:
         """Locations uint32[n] -> int64[n]: address of the first byte of each encoded row."""
-        out = np.empty(locations.shape[0], np.int64)
-        kernels.addresses_of(locations, self._bases[1], self.row_bytes, out)
-        return out
+        return self._reader.addresses(locations)
+
+    def bits_of(self, locations: np.ndarray) -> np.ndarray:
+        """Locations uint32[n] -> uint8[n]: bits a value, which say how many bytes an encoded row has."""
+        return self._reader.bits_of(locations)
+
+    def gather(self, locations: np.ndarray, out: np.ndarray, positions: np.ndarray, mode: int) -> None:
+        """out[positions[i]] = the row of locations[i], in the wire dtype `mode` (kernels/wire.py)."""
+        self._reader.gather(locations, out, positions, mode)
+
+    def read(self, locations: np.ndarray) -> np.ndarray:
+        """Locations uint32[n] -> float32[n, D]."""
+        return self._reader.read(locations)
 
     def accumulators_of(self, locations: np.ndarray) -> np.ndarray:
         """Locations uint32[n] -> uint8[n]: encoded accumulators."""
-        out = np.empty(locations.shape[0], np.uint8)
-        kernels.gather_bytes(locations, self._bases[2], out)
-        return out
+        return self._reader.bytes_of(locations, Part.ACCUMULATORS)
 
     def visits_of(self, locations: np.ndarray) -> np.ndarray:
         """Locations uint32[n] -> uint8[n]: visits when the row froze, up to 255."""
-        out = np.empty(locations.shape[0], np.uint8)
-        kernels.gather_bytes(locations, self._bases[3], out)
-        return out
+        return self._reader.bytes_of(locations, Part.VISITS)
+
+    def prefetch(self, locations: np.ndarray) -> None:
+        """Locations uint32[n]: has their pages read in beside the caller. A hint: no effect but on time."""
+        self._reader.prefetch(locations)
 
     def mark_dead(self, locations: np.ndarray) -> None:
         """These rows are no longer needed (thawed, or forgotten). Once for each location, after reading it."""
@@ -216,10 +250,7 @@ class SegmentSet:
             builder, mapped = finished
             del self._builders[builder.slot]
             self._mapped[builder.slot] = mapped
-            parts = mapped.arrays
-            self._bases[:, builder.slot] = [
-                part.ctypes.data for part in (parts.row_ids, parts.rows, parts.accumulators, parts.visits)
-            ]
+            self._reader.set_file(builder.slot, mapped)
             builder.close()
         return dropped or (could_step and not self._writer.is_failing)
 
@@ -239,7 +270,8 @@ class SegmentSet:
 
         Calls is_live at most once, then moved at most once. When all is copied, each slice drops one merged segment,
         because deleting a file of 256 MiB takes tens of ms. True: the merge is over, and the new segment waits for
-        write_pending; or there was nothing to do.
+        write_pending; or there was nothing to do. A damaged file ends the merge with an event: what was copied is kept,
+        and no later merge touches that file.
         """
         if self._merge is None:
             slots = self._plan_merge()
@@ -247,43 +279,71 @@ class SegmentSet:
                 return True
             self._merge = self._start_merge(slots)
         merge = self._merge
+        if merge is None:
+            return True
         if not merge.is_copied:
-            self._copy_live(merge.output, merge.next_slice(), is_live, moved)
+            try:
+                self._copy_live(merge.output, merge.next_slice(), is_live, moved)
+            except SegmentCorrupt as error:
+                self._note_damage(error)
+                self._end_merge()
+                return True
             return False
         self._drop(merge.left.pop())
         if merge.left:
             return False
-        self._merge = None
-        if merge.output.num_rows:
-            self._writer.enqueue(merge.output)
-        else:
-            self._drop(merge.output.slot)
+        self._end_merge()
         return True
 
-    def _plan_merge(self) -> np.ndarray:
-        """Slots int64[V] of the segments to merge now."""
-        slots = np.fromiter(self._mapped, np.int64, len(self._mapped))
-        if self._writer.has_pending or not slots.shape[0] or len(self._builders) + slots.shape[0] >= MAX_SLOTS:
-            return slots[:0]
-        unit_bytes = self.format.unit_bytes
-        return slots[plan_merge(self._rows[slots], self._dead[slots], unit_bytes, self._fixed_bytes, self._capacity)]
+    def _end_merge(self) -> None:
+        assert self._merge is not None
+        output, self._merge = self._merge.output, None
+        if output.num_rows:
+            self._writer.enqueue(output)
+        else:
+            self._drop(output.slot)
 
-    def _start_merge(self, slots: np.ndarray) -> Merge:
+    def _note_damage(self, error: SegmentCorrupt) -> None:
+        self._damaged |= {slot for slot, segment in self._mapped.items() if str(segment.path) == error.path}
+        self._on_event(f"table {self._table!r}: {error} Until then no merge touches it, and its other rows are served")
+
+    def _plan_merge(self) -> np.ndarray:
+        """Slots int64[V] of the segments to merge now, all of one format."""
+        none = np.empty(0, np.int64)
+        if self._writer.has_pending or not self._mapped or len(self._builders) + len(self._mapped) >= MAX_SLOTS:
+            return none
+        for bits, fmt in self.formats.items():
+            of_format = [s for s, m in self._mapped.items() if m.format.bits == bits and s not in self._damaged]
+            slots = np.array(of_format, np.int64)
+            if slots.shape[0]:
+                sizes = fmt.unit_bytes, fixed_bytes(fmt), self._capacity[bits]
+                chosen = slots[plan_merge(self._rows[slots], self._dead[slots], *sizes)]
+                if chosen.shape[0]:
+                    return chosen
+        return none
+
+    def _start_merge(self, slots: np.ndarray) -> Merge | None:
+        """None, with an event, if a file's bucket_offsets are damaged."""
         merged = [self._mapped[slot] for slot in slots.tolist()]
+        try:
+            for segment in merged:
+                segment.check_offsets()
+        except SegmentCorrupt as error:
+            self._note_damage(error)
+            return None
         offsets = np.stack([segment.arrays.bucket_offsets for segment in merged]).astype(np.int64)
-        return Merge(slots, offsets, self._new_builder(max(segment.frozen_step for segment in merged)))
+        frozen_step = max(segment.frozen_step for segment in merged)
+        return Merge(slots, offsets, self._new_builder(merged[0].format.bits, frozen_step))
 
     def _copy_live(self, output: SegmentBuilder, old: np.ndarray, is_live: IsLive, moved: Moved) -> None:
-        row_ids = np.empty(old.shape[0], np.int64)
-        kernels.gather_row_ids(old, self._bases[0], row_ids)
+        row_ids = self._reader.row_ids_of(old)
         live = is_live(row_ids, old)
         row_ids, old = row_ids[live], old[live]
         if not old.shape[0]:
             return
-        rows = np.empty((old.shape[0], self.row_bytes), np.uint8)
-        kernels.gather_rows(old, self._bases[1], rows)
+        rows = self._reader.encoded_rows(old, output.format.row_bytes)
         buckets = np.empty(old.shape[0], np.int32)
-        kernels.sorted_buckets(row_ids, self.format.num_buckets, buckets)
+        kernels.sorted_buckets(row_ids, self._num_buckets, buckets)
         new = output.append(row_ids, buckets, rows, self.accumulators_of(old), self.visits_of(old))
         self._rows[output.slot] = output.num_rows
         moved(row_ids, old, new)
@@ -296,7 +356,7 @@ class SegmentSet:
         dead = np.flatnonzero((self._rows > 0) & (self._dead >= self._rows)).tolist()
         if not dead:
             return False
-        busy = {builder.slot for builder in (self._growing, self._writer.writing) if builder is not None}
+        busy = {builder.slot for builder in (*self._growing.values(), self._writer.writing) if builder is not None}
         if self._merge is not None:
             busy |= {self._merge.output.slot, *self._merge.left}
         for slot in dead:
@@ -308,7 +368,8 @@ class SegmentSet:
     def _drop(self, slot: int) -> None:
         """Frees the slot with its memory, map and file."""
         self._rows[slot] = self._dead[slot] = 0
-        self._bases[:, slot] = 0
+        self._damaged.discard(slot)
+        self._reader.clear(slot)
         builder = self._builders.pop(slot, None)
         if builder is not None:
             self._writer.discard(builder)
@@ -325,7 +386,7 @@ class SegmentSet:
             builder.close()
         for mapped in self._mapped.values():
             mapped.close()
-        self._builders, self._mapped = {}, {}
-        self._growing = self._merge = None
+        for slot in (*self._builders, *self._mapped):
+            self._reader.clear(slot)
+        self._builders, self._mapped, self._growing, self._merge = {}, {}, {}, None
         self._rows[:] = self._dead[:] = 0
-        self._bases[:] = 0

@@ -24,7 +24,7 @@ import numpy as np
 from embedding_server import heat
 from embedding_server.admission import VisitCounts
 from embedding_server.errors import InvalidInput
-from embedding_server.freezing import freeze_coldest, frozen_row_bytes, thaw
+from embedding_server.freezing import freeze_coldest, thaw
 from embedding_server.hot_rows import CpuHotRows, ReservedHotRows
 from embedding_server.index import BYTES_PER_SLOT, FROZEN_BIT, HEAT_BYTES, INITIAL, Index
 from embedding_server.kernels import Backend, tables
@@ -80,7 +80,6 @@ class Table:
         self.segments = SegmentSet(
             data_dir / "segments" / _folder_name(spec.name),
             spec.name,
-            frozen_row_bytes(spec.dim, spec.policy.frozen_bits),
             num_buckets,
             dim=spec.dim,
             bits=spec.policy.frozen_bits,
@@ -165,9 +164,7 @@ class Table:
         stored = ~absent & (locations != INITIAL)
         flags[positions] = np.where(absent, DEFAULT if reads_default else 0, FOUND)
         if stored.any():
-            addresses = self.segments.addresses(locations[stored])
-            at = positions[stored]
-            gather_frozen(addresses, spec.policy.frozen_bits, dim, wire_view(values), at, MODES[wire_dtype])
+            self.segments.gather(locations[stored], wire_view(values), positions[stored], MODES[wire_dtype])
         if initial.shape[0]:
             start = initial_values(row_ids[initial], self._seed, dim, spec.init_min, spec.init_max)
             values[initial] = from_float32(start, wire_dtype)
@@ -283,7 +280,7 @@ class Table:
         if self.waiting is not None:
             self.waiting.fit(self._budget.limit_bytes // _WAITING_SHARE, row_ids.shape[0])
             row_ids = row_ids[self.waiting.visit(row_ids, first_visit) >= policy.min_count]
-        above = self._enters_hot(row_ids, step)
+        above = enters_hot(self, row_ids, step)
         slots = self.take_slots(int(above.sum()), step, entry_bytes=_ENTRY_COST)
         if slots.shape[0] < above.sum():
             dropped = np.flatnonzero(above)[slots.shape[0] :]
@@ -307,14 +304,6 @@ class Table:
         self.last_step.array[slots, 0] = step
         self.visits.array[slots, 0] = self.spec.policy.min_count
         self._bump_heat(entries, np.ones(entries.shape[0], np.bool_), step)
-
-    def _enters_hot(self, row_ids: np.ndarray, step: int) -> np.ndarray:
-        """bool[n]: a new row trains: always, unless a frostline stands, there is no probation, and it lies below."""
-        policy = self.spec.policy
-        if self.frostline is None or policy.kind != "topk" or policy.probation_visits:
-            return np.ones(row_ids.shape[0], np.bool_)
-        code = np.full(row_ids.shape[0], heat.now_code(step, policy.half_life_steps), np.uint16)
-        return is_above(self.frostline, rank_bins(policy, row_ids, code), row_ids)
 
     def _thaw_visited(self, row_ids: np.ndarray, entries: np.ndarray, locations: np.ndarray, step: int) -> None:
         at = np.flatnonzero((entries != 0) & ((locations & FROZEN_BIT) != 0))

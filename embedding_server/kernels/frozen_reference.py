@@ -1,6 +1,6 @@
 """The kernels of frozen rows once more, in plain torch: the oracle for frozen.py.
 
-Arguments and shapes as in frozen.py, except that frozen rows are uint8[n, row_bytes] instead of addresses.
+Arguments and shapes as in frozen.py, except that frozen rows are uint8[n, row_bytes] of one format, not addresses.
 """
 
 from __future__ import annotations
@@ -9,10 +9,48 @@ import numpy as np
 import torch
 
 _FBGEMM_EPSILON = 1e-8
+_MAX_4BIT, _LEAST_4BIT_SCALE, _MAX_16BIT = 60_000.0, 2.0**-14, 65_504.0
 
 
-def quantize_8bit(weights: np.ndarray) -> np.ndarray:
-    """float32[n, D] -> uint8[n, D+8]: codes, float32 scale, float32 bias."""
+def choose_bits(weights: np.ndarray, wanted: int) -> np.ndarray:
+    """float32[n, D] -> uint8[n]: 0, or the bits that hold the row."""
+    w = torch.from_numpy(weights)
+    size, span = w.abs().amax(dim=1), w.amax(dim=1) - w.amin(dim=1)
+    holds = torch.isfinite(w).all(dim=1)
+    if wanted == 16:
+        holds &= size <= _MAX_16BIT
+    elif wanted != 32:
+        holds &= torch.isfinite(span)
+    bits = torch.where(holds, wanted, 0)
+    if wanted == 4:
+        too_fine = (span > 0) & (span / torch.full_like(span, 15.0) < _LEAST_4BIT_SCALE)
+        bits[holds & ((size > _MAX_4BIT) | too_fine)] = 8
+    return bits.to(torch.uint8).numpy()
+
+
+def quantise(weights: np.ndarray, bits: int) -> np.ndarray:
+    """float32[n, D] -> uint8[n, row_bytes]."""
+    if bits == 32:
+        return weights.copy().view(np.uint8)
+    if bits == 16:
+        return torch.from_numpy(weights).half().numpy().view(np.uint8)
+    return _quantise_4bit(weights) if bits == 4 else _quantise_8bit(weights)
+
+
+def _quantise_4bit(weights: np.ndarray) -> np.ndarray:
+    w = torch.from_numpy(weights)
+    low = w.amin(dim=1, keepdim=True).half()
+    span = w.amax(dim=1, keepdim=True) - low.float()
+    scale = (span / torch.full_like(span, 15.0)).half()
+    inverse = torch.ones_like(span) / scale.float()
+    one = (span == 0) | (scale == 0) | torch.isinf(inverse)
+    scale, inverse = torch.where(one, 1.0, scale.float()).half(), torch.where(one, 1.0, inverse)
+    codes = ((w - low.float()) * inverse).round().clamp(0, 15).to(torch.uint8).numpy()
+    scale_and_bias = torch.cat([scale, low], dim=1).numpy().view(np.uint8)
+    return np.concatenate([codes[:, 0::2] | codes[:, 1::2] << 4, scale_and_bias], axis=1)
+
+
+def _quantise_8bit(weights: np.ndarray) -> np.ndarray:
     w = torch.from_numpy(weights)
     low, high = w.amin(dim=1, keepdim=True), w.amax(dim=1, keepdim=True)
     span = high - low
@@ -27,12 +65,27 @@ def read_frozen(rows: np.ndarray, bits: int, dim: int) -> np.ndarray:
     """uint8[n, row_bytes] -> float32[n, dim]."""
     if bits == 32:
         return rows.copy().view(np.float32)
-    scale, bias = torch.from_numpy(rows[:, dim:].copy().view(np.float32)).double().chunk(2, dim=1)
+    if bits == 16:
+        return torch.from_numpy(rows.copy().view(np.float16)).float().numpy()
+    code_bytes, dtype = (dim // 2, np.float16) if bits == 4 else (dim, np.float32)
+    scale, bias = torch.from_numpy(rows[:, code_bytes:].copy().view(dtype)).double().chunk(2, dim=1)
+    codes = rows[:, :code_bytes]
+    if bits == 4:
+        codes = np.stack([codes & 15, codes >> 4], axis=2).reshape(-1, dim)
     # double holds code * scale exactly, so that the sum is rounded once: what a fused multiply-add gives
-    return (torch.from_numpy(rows[:, :dim].copy()).double() * scale + bias).float().numpy()
+    return (torch.from_numpy(codes.copy()).double() * scale + bias).float().numpy()
 
 
-def can_freeze(weights: np.ndarray) -> np.ndarray:
-    """float32[n, D] -> bool[n]: the row and its range are finite."""
-    w = torch.from_numpy(weights)
-    return (torch.isfinite(w).all(dim=1) & torch.isfinite(w.amax(dim=1) - w.amin(dim=1))).numpy()
+def error_bound(weights: np.ndarray, bits: int) -> np.ndarray:
+    """float32[n, D] that `bits` hold -> float64[n, 1 or D]: how far a value may be off; frozen.py derives it."""
+    w = weights.astype(np.float64)
+    low, high = w.min(axis=1, keepdims=True), w.max(axis=1, keepdims=True)
+    if bits == 32:
+        return np.zeros_like(low)
+    if bits == 16:
+        return np.maximum(2.0**-11 * np.abs(w), 2.0**-25)
+    if bits == 8:
+        return (high - low) / 510 + np.minimum(high - low, 1e-8) + 2.0**-22 * np.maximum(np.abs(low), np.abs(high))
+    bias_error = np.maximum(2.0**-11 * np.abs(low), 2.0**-25)
+    scale = (high - low + bias_error) / 15 * (1 + 2.0**-11)
+    return scale / 2 + 15 * 2.0**-11 * scale + bias_error + 2.0**-20

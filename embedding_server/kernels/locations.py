@@ -27,12 +27,14 @@ NO_SEGMENT = np.uint32(0xFFFFFFFF)
 
 
 @njit(inline="always")
-def _slot(location: np.uint32) -> np.int64:
+def slot_of(location: np.uint32) -> np.int64:
+    """The segment slot of a frozen location."""
     return (np.int64(location) >> 23) & 255
 
 
 @njit(inline="always")
-def _position(location: np.uint32) -> np.int64:
+def position_of(location: np.uint32) -> np.int64:
+    """The position of a frozen location in its segment."""
     return np.int64(location) & 0x7FFFFF
 
 
@@ -66,17 +68,25 @@ def first_misplaced(row_ids: np.ndarray, bucket_offsets: np.ndarray, num_buckets
 
 
 @njit(nogil=True, cache=True)
-def addresses_of(locations: np.ndarray, bases: np.ndarray, item_bytes: int, out: np.ndarray) -> None:
-    """out int64[n] = address of item `position`, each of item_bytes, in the array at bases[slot]."""
+def addresses_of(locations: np.ndarray, bases: np.ndarray, item_bytes: np.ndarray, out: np.ndarray) -> None:
+    """out int64[n] = address of item `position`, each of item_bytes[slot], in the array at bases[slot]."""
     for i in range(locations.shape[0]):
-        out[i] = bases[_slot(locations[i])] + _position(locations[i]) * item_bytes
+        slot = slot_of(locations[i])
+        out[i] = bases[slot] + position_of(locations[i]) * item_bytes[slot]
+
+
+@njit(nogil=True, cache=True)
+def gather_by_slot(locations: np.ndarray, of_slot: np.ndarray, out: np.ndarray) -> None:
+    """out uint8[n] = of_slot[slot] of each location."""
+    for i in range(locations.shape[0]):
+        out[i] = of_slot[slot_of(locations[i])]
 
 
 @njit(nogil=True, cache=True)
 def gather_bytes(locations: np.ndarray, bases: np.ndarray, out: np.ndarray) -> None:
     """out uint8[n] = the byte of each location in the uint8 arrays at bases."""
     for i in range(locations.shape[0]):
-        address = bases[_slot(locations[i])] + _position(locations[i])
+        address = bases[slot_of(locations[i])] + position_of(locations[i])
         out[i] = carray(pointer(address), (1,), np.uint8)[0]
 
 
@@ -84,7 +94,7 @@ def gather_bytes(locations: np.ndarray, bases: np.ndarray, out: np.ndarray) -> N
 def gather_row_ids(locations: np.ndarray, bases: np.ndarray, out: np.ndarray) -> None:
     """out int64[n] = the row_id of each location in the int64 arrays at bases."""
     for i in range(locations.shape[0]):
-        address = bases[_slot(locations[i])] + _position(locations[i]) * 8
+        address = bases[slot_of(locations[i])] + position_of(locations[i]) * 8
         out[i] = carray(pointer(address), (1,), np.int64)[0]
 
 
@@ -93,7 +103,7 @@ def gather_rows(locations: np.ndarray, bases: np.ndarray, out: np.ndarray) -> No
     """out uint8[n, row_bytes] = the encoded row of each location in the arrays at bases."""
     row_bytes = out.shape[1]
     for i in range(locations.shape[0]):
-        address = bases[_slot(locations[i])] + _position(locations[i]) * row_bytes
+        address = bases[slot_of(locations[i])] + position_of(locations[i]) * row_bytes
         row = carray(pointer(address), (row_bytes,), np.uint8)
         for j in range(row_bytes):
             out[i, j] = row[j]
@@ -104,7 +114,7 @@ def count_slots(locations: np.ndarray, counts: np.ndarray) -> None:
     """counts int64[256] += locations in each segment slot; NO_SEGMENT is left out."""
     for i in range(locations.shape[0]):
         if locations[i] != NO_SEGMENT:
-            counts[_slot(locations[i])] += 1
+            counts[slot_of(locations[i])] += 1
 
 
 @njit(nogil=True, cache=True)

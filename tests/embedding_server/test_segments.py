@@ -40,7 +40,6 @@ class Harness:
         self.segments = SegmentSet(
             directory,
             "user",
-            ROW_BYTES,
             NUM_BUCKETS,
             bits=8,
             dim=4,
@@ -49,7 +48,7 @@ class Harness:
             clock=lambda: self.now,
             **options,
         )
-        assert self.segments._capacity == capacity
+        assert self.segments._capacity == {8: capacity}
         self.model: dict[int, tuple[int, bytes, int, int]] = {}
         self.total = 0
 
@@ -300,7 +299,7 @@ def test_leftovers_of_an_earlier_process_are_deleted(tmp_path):
     (old,) = first.files()
     old.with_name(old.name + ".partial").write_bytes(b"half")
     (tmp_path / "notes.txt").write_text("mine")
-    other = SegmentSet(tmp_path, "item", ROW_BYTES, NUM_BUCKETS, bits=8, dim=4)
+    other = SegmentSet(tmp_path, "item", NUM_BUCKETS, bits=8, dim=4)
     assert old.exists()
     second = Harness(tmp_path)
     assert [path.name for path in second.files()] == ["notes.txt"]
@@ -309,18 +308,13 @@ def test_leftovers_of_an_earlier_process_are_deleted(tmp_path):
 
 
 def test_tables_may_share_a_folder(tmp_path):
-    sets = [SegmentSet(tmp_path, name, ROW_BYTES, NUM_BUCKETS, bits=8, dim=4) for name in ("a", "../a", "é/\n")]
+    sets = [SegmentSet(tmp_path, name, NUM_BUCKETS, bits=8, dim=4) for name in ("a", "../a", "é/\n")]
     for segments in sets:
         segments.append(np.arange(1), np.zeros((1, ROW_BYTES), np.uint8), *np.zeros((2, 1), np.uint8))
         segments.seal()
         segments.flush()
         segments.close()
     assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_row_bytes_must_fit():
-    with pytest.raises(AssertionError, match="row_bytes=13 does not fit"):
-        SegmentSet(Path("unused"), "user", 13, NUM_BUCKETS, bits=8, dim=4)
 
 
 # Failing disks --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,150 @@
+"""SegmentRows: where the rows of each segment slot lie now, in a buffer or in a mapped file, and reading them.
+
+A block of a file is checked against its CRC-32 before the first read of it, which costs 24 us a block, once; a byte of
+state a block says so afterwards, 2 ns a row. So damage on a disk becomes SegmentCorrupt and never a wrong row.
+
+Cold pages. A page fault for each row of a big tail costs 60 to 100 us one after the other, so files are mapped with
+MADV_RANDOM (a fault reads the page alone, not 128 KiB around it) and pages come in by MADV_WILLNEED, which queues reads
+and does not wait: all of a batch are under way together. `prefetch` does just that. A read of a batch does it as well
+if its rows seem to be out of memory: it asks mincore for the pages of SAMPLES rows spread over the batch, 0.3 us each,
+and pages in all if one is absent. With a share p of absent pages it misses them with probability (1 - p)^SAMPLES: 19%
+of the batches at p = 5%, where there is little to gain, 0.1% at p = 20%. Asking for every row would cost as much as
+reading them.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+from embedding_server.kernels import frozen, paging
+from embedding_server.kernels import locations as kernels
+from embedding_server.kernels.locations import MAX_SLOTS
+from embedding_server.kernels.wire import FLOAT32
+from embedding_server.segment_builder import SegmentBuilder
+from embedding_server.segment_reader import UNCHECKED, MappedSegment
+
+SAMPLES = 32  # rows of a batch whose pages are asked about
+_LEAST_BATCH = 64  # rows; fewer are read one page fault after the other
+
+
+class Part(IntEnum):
+    """The arrays of a segment that locations lead into."""
+
+    ROW_IDS, ROWS, ACCUMULATORS, VISITS = range(4)
+
+
+class SegmentRows:
+    """Tables by segment slot, and reads through them.
+
+    Thread safety: one thread at a time; files that another thread is writing are not in it yet.
+    Invariant: a slot has no rows, those of one builder, or those of one mapped file, all in one format.
+    """
+
+    def __init__(self, dim: int) -> None:
+        self._dim = dim
+        self._bases = np.zeros((4, MAX_SLOTS), np.int64)  # by Part: address of item 0
+        self._item_bytes = np.ones((4, MAX_SLOTS), np.int64)
+        self._item_bytes[Part.ROW_IDS] = 8
+        self._bits = np.zeros(MAX_SLOTS, np.uint8)
+        self._maps, self._states, self._sizes = np.zeros((3, MAX_SLOTS), np.int64)
+        self._files: dict[int, MappedSegment] = {}
+
+    def set_buffer(self, builder: SegmentBuilder) -> None:
+        """The slot's rows lie in this builder."""
+        slot = builder.slot
+        self._bases[:, slot] = builder.base_addresses()
+        self._bits[slot] = builder.format.bits
+        self._item_bytes[Part.ROWS, slot] = builder.format.row_bytes
+
+    def set_file(self, slot: int, segment: MappedSegment) -> None:
+        """The slot's rows, those of its builder up to now, lie in this file."""
+        arrays = segment.arrays
+        parts = (arrays.row_ids, arrays.rows, arrays.accumulators, arrays.visits)
+        self._bases[:, slot] = [part.ctypes.data for part in parts]
+        self._maps[slot] = segment.address
+        self._states[slot] = segment.block_states.ctypes.data
+        self._sizes[slot] = segment.size_bytes
+        self._files[slot] = segment
+
+    def clear(self, slot: int) -> None:
+        """The slot has no rows."""
+        self._files.pop(slot, None)
+        self._bases[:, slot] = self._maps[slot] = self._states[slot] = self._sizes[slot] = self._bits[slot] = 0
+
+    # Reading: locations uint32[n], each of a slot with rows. SegmentCorrupt if a block under them is damaged.
+
+    def addresses(self, locations: np.ndarray) -> np.ndarray:
+        """int64[n]: address of the first byte of each encoded row."""
+        self._check(locations, Part.ROWS)
+        out = np.empty(locations.shape[0], np.int64)
+        kernels.addresses_of(locations, self._bases[Part.ROWS], self._item_bytes[Part.ROWS], out)
+        return out
+
+    def bits_of(self, locations: np.ndarray) -> np.ndarray:
+        """uint8[n]: bits a value of each row."""
+        out = np.empty(locations.shape[0], np.uint8)
+        kernels.gather_by_slot(locations, self._bits, out)
+        return out
+
+    def gather(self, locations: np.ndarray, out: np.ndarray, positions: np.ndarray, mode: int) -> None:
+        """out[positions[i]] = row i in the wire dtype `mode` (kernels/wire.py): rows of all formats in one call."""
+        if self._files and locations.shape[0] >= _LEAST_BATCH and self._is_cold(locations):
+            self.prefetch(locations)
+        frozen.gather_frozen(self.addresses(locations), self.bits_of(locations), self._dim, out, positions, mode)
+
+    def read(self, locations: np.ndarray) -> np.ndarray:
+        """float32[n, D]."""
+        out = np.empty((locations.shape[0], self._dim), np.float32)
+        self.gather(locations, out, np.arange(locations.shape[0], dtype=np.int32), FLOAT32)
+        return out
+
+    def bytes_of(self, locations: np.ndarray, part: Part) -> np.ndarray:
+        """uint8[n]: accumulators or visits."""
+        self._check(locations, part)
+        out = np.empty(locations.shape[0], np.uint8)
+        kernels.gather_bytes(locations, self._bases[part], out)
+        return out
+
+    def row_ids_of(self, locations: np.ndarray) -> np.ndarray:
+        """int64[n]."""
+        self._check(locations, Part.ROW_IDS)
+        out = np.empty(locations.shape[0], np.int64)
+        kernels.gather_row_ids(locations, self._bases[Part.ROW_IDS], out)
+        return out
+
+    def encoded_rows(self, locations: np.ndarray, row_bytes: int) -> np.ndarray:
+        """uint8[n, row_bytes] of rows that all have that many bytes."""
+        self._check(locations, Part.ROWS)
+        out = np.empty((locations.shape[0], row_bytes), np.uint8)
+        kernels.gather_rows(locations, self._bases[Part.ROWS], out)
+        return out
+
+    # Checks and pages -----------------------------------------------------------------------------------------------
+
+    def prefetch(self, locations: np.ndarray) -> None:
+        """Has the kernel read the pages of these rows in, beside the caller; a hint, without any other effect."""
+        if self._files:
+            rows = self._bases[Part.ROWS], self._item_bytes[Part.ROWS]
+            paging.page_in(locations, *rows, self._maps, self._states, self._sizes)
+
+    def _is_cold(self, locations: np.ndarray) -> bool:
+        rows = self._bases[Part.ROWS], self._item_bytes[Part.ROWS]
+        return bool(paging.any_absent(locations, *rows, self._maps, SAMPLES))
+
+    def _check(self, locations: np.ndarray, part: Part) -> None:
+        """Compares every block under these items that nobody has read yet with its CRC-32."""
+        if not self._files:
+            return
+        items = self._bases[part], self._item_bytes[part]
+        blocks = np.empty((2 * locations.shape[0], 2), np.int64)
+        n = paging.unchecked_blocks(locations, *items, self._maps, self._states, blocks)
+        if not n:
+            return
+        paging.page_in_blocks(blocks, n, self._maps, self._sizes)
+        found = blocks[:n].tolist()
+        for slot, block in found:
+            self._files[slot].block_states[block] = UNCHECKED
+        for slot, block in found:
+            self._files[slot].check_block(block)
