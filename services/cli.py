@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
+
+from services.command_options import JobFile, JsonOption, SettingsOption, errors_to_exit_status, size_bytes
 
 if TYPE_CHECKING:
     from trainer.job import Job
@@ -46,17 +45,10 @@ def main(
     """Trains recommendation models over sharded embedding servers that freeze the long tail."""
 
 
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="Results as JSON on standard output, all else on standard error.")
-]
-
-
 @app.command()
 def train(
-    job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job; `frostline schema` describes it.")],
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="a.b=c", help="Overrides a key of the job; may be repeated.")
-    ] = None,
+    job_file: JobFile,
+    settings: SettingsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Trains every arm of a job and compares them."""
@@ -97,14 +89,6 @@ def _train(job: Job, console: Console) -> dict[str, Any]:
     }
 
 
-def _size_bytes(text: str | int) -> int:
-    """Bytes, or text like 4GiB, as in a job."""
-    try:
-        return int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError:
-        raise typer.BadParameter(f"{text!r} is not a size; write bytes, or text like 4GiB") from None
-
-
 @app.command()
 def shard(
     host: Annotated[
@@ -119,7 +103,7 @@ def shard(
     data_dir: Annotated[Path | None, typer.Option(help="Folder of segments; default: a temporary one.")] = None,
     memory_limit_bytes: Annotated[
         int,
-        typer.Option(parser=_size_bytes, metavar="SIZE", help="Bound of this shard's memory; bytes, or like 4GiB."),
+        typer.Option(parser=size_bytes, metavar="SIZE", help="Bound of this shard's memory; bytes, or like 4GiB."),
     ] = 8 << 30,
     backend: Annotated[str, typer.Option(help="Row kernels: auto, cpu, reference or fbgemm.")] = "auto",
     threads: Annotated[int, typer.Option(min=1, help="Threads of libraries; the rows have one of their own.")] = 1,
@@ -168,21 +152,6 @@ def doctor(as_json: JsonOption = False) -> None:
             if check.remedy:
                 console.print(f"     -> {check.remedy}", markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(0 if is_healthy(checks) else 1)
-
-
-@contextmanager
-def errors_to_exit_status(console: Console) -> Iterator[None]:
-    """Our errors as a line and an exit status; anything else is a bug and shows its trace."""
-    from embedding_server.errors import FrostlineError, InvalidInput
-
-    try:
-        yield
-    except FrostlineError as error:
-        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2 if isinstance(error, InvalidInput) else 1) from None
-    except KeyboardInterrupt:
-        Console(stderr=True).print("interrupted")
-        raise typer.Exit(130) from None
 
 
 if __name__ == "__main__":

@@ -1,0 +1,46 @@
+"""What the subcommands of `frostline` share: options, sizes as text, errors as exit status. Imports nothing heavy.
+
+Exit status: 0 done, 1 failed, 2 the input is wrong (a job file, an option), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
+from rich.console import Console
+
+JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job; `frostline schema` describes it.")]
+SettingsOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="a.b=c", help="Overrides a key of the job; may be repeated.")
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Results as JSON on standard output, all else on standard error.")
+]
+
+
+def size_bytes(text: str | int) -> int:
+    """Bytes, or text like 4GiB, as in a job."""
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        raise typer.BadParameter(f"{text!r} is not a size; write bytes, or text like 4GiB") from None
+
+
+@contextmanager
+def errors_to_exit_status(console: Console) -> Iterator[None]:
+    """Our errors as a line and an exit status; anything else is a bug and shows its trace."""
+    from embedding_server.errors import FrostlineError, InvalidInput
+
+    try:
+        yield
+    except FrostlineError as error:
+        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2 if isinstance(error, InvalidInput) else 1) from None
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted")
+        raise typer.Exit(130) from None
