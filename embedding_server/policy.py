@@ -4,21 +4,28 @@
     idle   a hot row without a visit in idle_steps freezes; any training visit thaws it (table.py, at the Pull)
     topk   past probation, rows above the frostline are hot and the others frozen, decided at a re-selection
 
-`select: random` ranks by a hash instead of by heat: the control that must do worse.
+`select: random` ranks by a hash instead of by heat: the control that must do worse. `select: score` ranks by a function
+of the row (scores.py). `compute_frostline` is arithmetic on the sum of all shards' histograms; every shard applies its
+answer row by row (`is_above`, `may_move`), so what happens to a row does not depend on which shard has it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
+from dataclasses import replace
 
 import numpy as np
 
-from embedding_server.heat import CODES_PER_BIN, NUM_BINS
+from embedding_server.heat import CODES_PER_BIN, CODES_PER_OCTAVE
 from embedding_server.kernels.hashing import hash_row_ids
+from embedding_server.schedule import of_spec
 from embedding_server.spec import PolicySpec, TableSpec
-from embedding_server.store import NUM_BUCKETS, Frostline, HeatHistogram
+from embedding_server.store import NUM_BUCKETS, NUM_RANK_BINS, Frostline, HeatHistogram
 
-_BIN_SHIFT = np.uint64(52)  # the top 12 bits of a hash: NUM_BINS = 4096
+#: Rank bins an octave, of heat and of scores.
+BINS_PER_OCTAVE = CODES_PER_OCTAVE // CODES_PER_BIN
+_BIN_SHIFT = np.uint64(52)  # the top 12 bits of a hash: NUM_RANK_BINS = 4096
 _TIE_MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)  # Rand, rrmxmx: decorrelates ties from buckets and from random bins
 
 
@@ -38,15 +45,20 @@ def control_buckets(spec: TableSpec) -> np.ndarray:
     return chosen
 
 
-def tie_of(row_ids: np.ndarray) -> np.ndarray:
-    """Tie-break in [0, 1), float64[n], the same on every shard."""
+def tie_of(row_ids: np.ndarray, salt: int = 0) -> np.ndarray:
+    """Tie-break in [0, 1), float64[n], the same on every shard; another salt gives independent ones."""
     with np.errstate(over="ignore"):
-        mixed = hash_row_ids(row_ids) * _TIE_MULTIPLIER
+        mixed = hash_row_ids(row_ids ^ _spread(salt) if salt else row_ids) * _TIE_MULTIPLIER
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def _spread(salt: int) -> np.int64:
+    """Far from every other salt in all bits, as steps next to each other are not."""
+    return hash_row_ids(np.array([salt], np.int64)).view(np.int64)[0]
+
+
 def rank_bins(policy: PolicySpec, row_ids: np.ndarray, heat: np.ndarray) -> np.ndarray:
-    """The bin that a row is ranked by, int64[n] in [0, NUM_BINS); higher is kept."""
+    """The bin that a row is ranked by, int64[n] in [0, NUM_RANK_BINS); higher is kept. Other scores: scores.py."""
     if policy.select == "random":
         return (hash_row_ids(row_ids ^ np.int64(0x5DEECE66D)) >> _BIN_SHIFT).astype(np.int64)
     return (heat // CODES_PER_BIN).astype(np.int64)
@@ -61,22 +73,104 @@ def is_above(frostline: Frostline, bins: np.ndarray, row_ids: np.ndarray) -> np.
     return above
 
 
+def may_move(frostline: Frostline, bins: np.ndarray, row_ids: np.ndarray, step: int) -> np.ndarray:
+    """bool[n]: far enough from the frostline to move at the re-selection of `step`, if on the wrong side of it."""
+    distance = np.abs(bins - frostline.bin)
+    may = distance >= frostline.margin_bins
+    if frostline.held_fraction > 0.0:
+        at = distance == frostline.margin_bins
+        # not the hash of is_above, which says already who is hot; anew at every step, so that all get their turn
+        may[at] = tie_of(row_ids[at], salt=step) >= frostline.held_fraction
+    return may
+
+
 def is_idle(policy: PolicySpec, last_step: np.ndarray, step: int) -> np.ndarray:
     """bool[n]: a hot row that nobody visited in the last idle_steps steps up to `step`."""
     return last_step + policy.idle_steps <= step
 
 
-def compute_frostline(histogram: HeatHistogram, hot_fraction: float) -> Frostline:
+def hot_fraction_at(policy: PolicySpec, step: int) -> float:
+    """Share of the rows that the frostline of `step` keeps hot: 1 in the warm-up, hot_fraction in the end."""
+    return of_spec(policy.schedule, 1.0, policy.hot_fraction)(step)
+
+
+def frostline_at(policy: PolicySpec, histogram: HeatHistogram, step: int) -> Frostline:
+    """The frostline of a table of policy `topk` at `step`; histogram: the sum over shards."""
+    return compute_frostline(
+        histogram,
+        hot_fraction_at(policy, step),
+        hysteresis=0.0 if policy.select == "random" else policy.hysteresis,  # hashes never come nearer or go away
+        max_moves_fraction=policy.max_moves_fraction,
+        resume=policy.resume,
+    )
+
+
+def compute_frostline(
+    histogram: HeatHistogram,
+    hot_fraction: float,
+    *,
+    hysteresis: float = 0.0,
+    max_moves_fraction: float = 1.0,
+    resume: bool = True,
+) -> Frostline:
     """The frostline that keeps hot_fraction of all rows hot, counted from the hottest.
 
-    The histogram holds rows past probation; rows on probation train besides and are not counted in the share.
+    The histogram holds rows past probation; rows on probation train besides and are not counted in the share, nor are
+    those of control buckets. hysteresis: rows move only if their heat is beyond the frostline by this share, to 1.1%.
+    max_moves_fraction: of the rows that should move only as many as this share of the table do, the farthest from the
+    frostline first. resume False: no row thaws.
     """
+    line = _split(histogram, hot_fraction)
+    if line.bin >= 0 and hysteresis > 0.0:
+        line = replace(line, margin_bins=math.ceil(BINS_PER_OCTAVE * math.log2(1.0 + hysteresis)))
+    if max_moves_fraction < 1.0:
+        most = int(max_moves_fraction * histogram.rows_total)
+        line = _limit_moves(line, _moves_by_distance(histogram, line, resume), most)
+    return line
+
+
+def _split(histogram: HeatHistogram, hot_fraction: float) -> Frostline:
     keep = int(hot_fraction * histogram.rows_total)
     from_top = np.cumsum(histogram.counts[::-1])
     if keep >= int(from_top[-1]):
         return Frostline(bin=-1)
     reversed_bin = int(np.searchsorted(from_top, keep, side="right"))
-    boundary = NUM_BINS - 1 - reversed_bin
+    boundary = NUM_RANK_BINS - 1 - reversed_bin
     count = int(histogram.counts[boundary])
     above = int(from_top[reversed_bin]) - count
     return Frostline(bin=boundary, tie_fraction=(keep - above) / count)
+
+
+def _moves_by_distance(histogram: HeatHistogram, line: Frostline, resume: bool) -> np.ndarray:
+    """float64[NUM_RANK_BINS + 1]: rows on the wrong side of the frostline, by their distance from it in bins."""
+    hot = histogram.counts_hot.astype(np.float64)
+    frozen = histogram.counts - hot if resume else np.zeros_like(hot)
+    moves = np.zeros(NUM_RANK_BINS + 1)
+    above = frozen[line.bin + 1 :]
+    moves[1 : 1 + above.shape[0]] = above
+    if line.bin >= 0:
+        below = hot[: line.bin][::-1]
+        moves[1 : 1 + below.shape[0]] += below
+        moves[0] = hot[line.bin] * (1.0 - line.tie_fraction) + frozen[line.bin] * line.tie_fraction
+    return moves
+
+
+def _limit_moves(line: Frostline, moves: np.ndarray, most: int) -> Frostline:
+    """The frostline with a margin that lets at most `most` rows move, and never a smaller one than it has."""
+    from_far = np.append(np.cumsum(moves[::-1])[::-1], 0.0)  # [d]: rows at distance d and beyond
+    margin = max(line.margin_bins, int(np.argmax(from_far <= most)))
+    if margin == line.margin_bins:
+        return line
+    nearer = margin - 1
+    share = _share_under(most - from_far[margin], moves[nearer])
+    return replace(line, margin_bins=nearer, held_fraction=1.0 - share)
+
+
+def _share_under(most: float, count: float) -> float:
+    """The share of `count` rows, drawn by hash, that comes to at most `most` rows but for one pass in some 30,000.
+
+    Four deviations less than `most`, by the root of a Poisson count, whose deviation is 1/2. That leaves nothing of a
+    few rows: under 9 it is a ninth of them, which exceeds `most` once in 50 passes or less.
+    """
+    expected = (math.sqrt(most) - 2.0) ** 2 if most >= 9.0 else most / 9.0
+    return expected / count

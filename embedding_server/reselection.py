@@ -16,7 +16,7 @@ from embedding_server.freezing import freeze, thaw
 from embedding_server.index import FROZEN_BIT, Entries
 from embedding_server.index_walk import ENTRIES_PER_SLICE, slice_end
 from embedding_server.policy import is_idle
-from embedding_server.ranking import split_at_frostline
+from embedding_server.ranking import entries_per_slice, split_at_frostline
 from embedding_server.store import Frostline, Moves
 
 if TYPE_CHECKING:
@@ -42,8 +42,9 @@ class Reselection:
                 return moves, True
             table = self._table
             assert table is not None
-            last = slice_end(table.index, self._bucket, budget)
-            budget -= max(1, table.index.count_in(self._bucket, last))
+            share = entries_per_slice(table) / ENTRIES_PER_SLICE  # less than 1 if each entry is more work
+            last = slice_end(table.index, self._bucket, int(budget * share))
+            budget -= max(1, int(table.index.count_in(self._bucket, last) / share))
             done = _reselect_buckets(table, self._bucket, last, self.step)
             moves[table.spec.name] = moves.get(table.spec.name, Moves()) + done
             self._bucket = last
@@ -83,7 +84,8 @@ def _reselect_buckets(table: Table, first: int, last: int, step: int) -> Moves:
         last_step = table.last_step.array[entries.locations[hot], 0]
         freezes, thaws = hot[is_idle(table.spec.policy, last_step, step)], np.empty(0, np.int64)
     else:
-        freezes, thaws = split_at_frostline(table, entries)
+        split = split_at_frostline(table, entries, step)
+        freezes, thaws = split.freezes, split.thaws
     frozen, unfreezable = freeze(table, _take(entries, freezes)) if freezes.shape[0] else (0, 0)
     table.rows_unfreezable += unfreezable
     thawed = 0

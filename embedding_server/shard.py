@@ -38,6 +38,7 @@ from embedding_server.pushes import Push, ShardGradients, check_parts, check_wir
 from embedding_server.ranking import heat_histogram, histogram_end
 from embedding_server.request_checks import RequestChecks
 from embedding_server.reselection import Reselection
+from embedding_server.scores import check_score
 from embedding_server.slots import MemoryBudget
 from embedding_server.spec import TableSpec
 from embedding_server.steps import JobSteps
@@ -129,6 +130,7 @@ class Shard:
         for spec in specs:
             known = self._tables[spec.name].spec if spec.name in self._tables else fresh.get(spec.name)
             if known is None:
+                check_score(spec)
                 fresh[spec.name] = spec
             elif known != spec:
                 raise TableConflict(

@@ -33,7 +33,8 @@ from embedding_server.kernels.row_updates import KINDS
 from embedding_server.kernels.visits import add_by_inverse, has_duplicates, hot_slots, in_buckets
 from embedding_server.kernels.wire import MODES, from_float32, wire_view
 from embedding_server.optimizers import initial_state, num_state_columns, table_seed
-from embedding_server.policy import control_buckets, is_above, rank_bins
+from embedding_server.policy import control_buckets
+from embedding_server.ranking import enters_hot
 from embedding_server.reserved import ReservedArray
 from embedding_server.segment_builder import MAX_SEGMENT_BYTES
 from embedding_server.segments import SegmentSet

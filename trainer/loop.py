@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 from embedding_server.errors import InvalidInput
-from embedding_server.policy import compute_frostline
+from embedding_server.policy import frostline_at
 from embedding_server.store import EmbeddingStore, EpochInfo, Identity, WireStats
 from trainer.data.batch import Batch, Reader
 from trainer.data.registry import open_reader
@@ -123,7 +123,7 @@ def reselect(run: Run, step: int) -> None:
     if run.group.is_first:
         specs = run.store.table_specs()
         frostlines = {
-            table: compute_frostline(histogram, specs[table].policy.hot_fraction)
+            table: frostline_at(specs[table].policy, histogram, step)
             for table, histogram in run.store.heat_histograms(run.who, step).items()
         }
         run.store.reselect(run.who, step, frostlines)
