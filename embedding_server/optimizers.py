@@ -30,10 +30,11 @@ clip_norm > 0       g <- g min(1, clip_norm / |g|_2)    first, for every optimiz
 
 State columns: sgd none; adagrad h; rowwise_adagrad h; adam m, then v; ftrl n, then z (0 where w is not 0).
 
-A frozen row keeps the mean of h (adagrad, rowwise_adagrad), v (adam) or n (ftrl, whose z starts from w again) as one
-byte on a log scale, quarter octaves from 2^-40 to 2^23.5: at most 2^(1/8), 9%, off, which is 4.5% of a step. A thaw
-that starts from a cold accumulator instead loses 0.7 to 8.5 AUC points (DESIGN.md). Code 0 is an exact zero. DO NOT
-CHANGE: segments hold these codes.
+A frozen row keeps, as one byte, how much the mean of h (adagrad, rowwise_adagrad) or of n (ftrl, whose z starts from w
+again) has gained on initial_accumulator, or the mean of v (adam), on a log scale: quarter octaves from 2^-40 to 2^23.5,
+at most 2^(1/8), 9%, off, which is 4.5% of a step or less. The gain and not the sum, because gradients that are means
+over a batch add little to an initial accumulator, which would drown them. A thaw that starts from a cold accumulator
+instead loses 0.7 to 8.5 AUC points (DESIGN.md). Code 0 is no gain. DO NOT CHANGE: segments hold these codes.
 """
 
 from __future__ import annotations
@@ -62,6 +63,11 @@ def initial_state(optimizer: OptimizerSpec, dim: int) -> np.ndarray:
     return state
 
 
+def _start(optimizer: OptimizerSpec) -> np.float32:
+    """What the accumulator of a new row holds."""
+    return np.float32(0.0 if optimizer.kind == "adam" else optimizer.initial_accumulator)
+
+
 def adam_step_size(optimizer: OptimizerSpec, learning_rate: float, step: int) -> float:
     """lr sqrt(1 - beta2^t) / (1 - beta1^t): adam's learning rate with both bias corrections; step counts from 1."""
     return learning_rate * (1.0 - optimizer.beta2**step) ** 0.5 / (1.0 - optimizer.beta1**step)
@@ -84,7 +90,7 @@ def encode_accumulator(spec: TableSpec, state: np.ndarray) -> np.ndarray:
         return np.zeros(len(state), np.uint8)
     mean_of = {"adam": state[:, spec.dim :], "ftrl": state[:, : spec.dim]}
     columns = mean_of.get(kind, state)
-    mean = columns.mean(axis=1, dtype=np.float64)
+    mean = columns.mean(axis=1, dtype=np.float64) - _start(spec.optimizer)
     is_positive = mean > 0.0
     exponent = np.log2(mean, out=np.full(len(mean), float(_LOWEST_EXPONENT)), where=is_positive)
     codes = 1.0 + np.rint(_CODES_PER_OCTAVE * (exponent - _LOWEST_EXPONENT))
@@ -97,7 +103,7 @@ def decode_accumulator(spec: TableSpec, codes: np.ndarray, dim: int) -> np.ndarr
     state = np.zeros((len(codes), num_state_columns(kind, dim)), np.float32)
     if kind != "sgd":
         target = state[:, dim:] if kind == "adam" else state[:, :dim]
-        target[:] = _VALUE_OF_CODE[codes][:, None]
+        target[:] = (_start(spec.optimizer) + _VALUE_OF_CODE[codes])[:, None]
     return state
 
 

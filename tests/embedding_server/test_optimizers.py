@@ -20,7 +20,7 @@ KINDS: tuple[OptimizerKind, ...] = ("sgd", "adagrad", "rowwise_adagrad", "adam",
 
 
 def table(kind: OptimizerKind, dim: int = 8) -> TableSpec:
-    return TableSpec(name="t", dim=dim, optimizer=OptimizerSpec(kind=kind))
+    return TableSpec(name="t", dim=dim, optimizer=OptimizerSpec(kind=kind, initial_accumulator=0.0))
 
 
 def test_state_columns_and_initial_state() -> None:
@@ -79,6 +79,17 @@ def test_the_byte_is_the_mean_of_what_the_row_gathered() -> None:
     ftrl = table("ftrl", 4)
     with_z = np.concatenate([state, np.full((1, 4), -99.0, np.float32)], axis=1)
     assert decode_accumulator(ftrl, encode_accumulator(ftrl, with_z), 4).tolist() == [[4.0] * 4 + [0.0] * 4]
+
+
+@pytest.mark.parametrize("kind", ["adagrad", "rowwise_adagrad", "ftrl"])
+def test_small_gains_on_the_initial_accumulator_are_not_lost(kind: OptimizerKind) -> None:
+    spec = TableSpec(name="t", dim=4, optimizer=OptimizerSpec(kind=kind, initial_accumulator=0.1))
+    gains = np.array([0.0, 1e-6, 1e-4, 0.01, 1.0, 1e4])
+    state = np.zeros((6, num_state_columns(kind, 4)), np.float32)
+    state[:, :4] = (np.float32(0.1) + gains)[:, None]
+    decoded = decode_accumulator(spec, encode_accumulator(spec, state), 4)[:, 0].astype(np.float64)
+    np.testing.assert_allclose(decoded - np.float32(0.1), gains, rtol=0.0951, atol=1e-8)
+    assert decoded[0] == np.float32(0.1)
 
 
 def test_zero_is_exact_and_the_ends_clamp() -> None:
