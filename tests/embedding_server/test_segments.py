@@ -6,6 +6,8 @@ import ctypes
 import errno
 import os
 import threading
+import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embedding_server import segment_file, segment_merge
-from embedding_server.errors import Overloaded
+from embedding_server.errors import Overloaded, SegmentCorrupt
+from embedding_server.kernels import frozen
 from embedding_server.kernels.hashing import buckets_of
 from embedding_server.kernels.locations import FROZEN, MAX_SLOTS, NO_SEGMENT, SLOT_SHIFT, next_locations
 from embedding_server.segment_builder import MAX_SEGMENT_BYTES, capacity_rows, fixed_bytes
@@ -25,42 +28,44 @@ from embedding_server.segment_reader import open_segment
 from embedding_server.segments import SegmentSet
 
 NUM_BUCKETS = 16
-FORMAT = SegmentFormat(table="user", bits=8, dim=4, num_buckets=NUM_BUCKETS)
+FORMATS = {bits: SegmentFormat(table="user", bits=bits, dim=4, num_buckets=NUM_BUCKETS) for bits in (4, 8)}
+FORMAT = FORMATS[8]
 ROW_BYTES = FORMAT.row_bytes
 
 
 class Harness:
     """A SegmentSet with its dictionary model: row_id -> (location, row bytes, accumulator, visits)."""
 
-    def __init__(self, directory: Path, capacity: int = 50, **options) -> None:
+    def __init__(self, directory: Path, capacity: int = 50, bits: int = 8, **options) -> None:
         self.directory = directory
         self.now = 0.0
         self.events: list[str] = []
-        segment_bytes = fixed_bytes(FORMAT) + 4 * 2 + capacity * FORMAT.unit_bytes  # 4 bytes for the CRC of a block
+        payload = fixed_bytes(FORMAT) + capacity * FORMAT.unit_bytes
+        segment_bytes = payload + 4 * (payload // segment_file.CRC_BLOCK_BYTES + 2)  # 4 bytes for the CRC of a block
         self.segments = SegmentSet(
             directory,
             "user",
             NUM_BUCKETS,
-            bits=8,
+            bits=bits,
             dim=4,
             on_event=self.events.append,
             segment_bytes=segment_bytes,
             clock=lambda: self.now,
             **options,
         )
-        assert self.segments._capacity == {8: capacity}
+        assert self.segments._capacity[8] == capacity
         self.model: dict[int, tuple[int, bytes, int, int]] = {}
         self.total = 0
 
-    def freeze(self, row_ids: np.ndarray, seed: int = 0) -> None:
+    def freeze(self, row_ids: np.ndarray, seed: int = 0, bits: int = 8) -> None:
         """Appends rows with random content, in bucket order."""
         rng = np.random.default_rng(seed)
         row_ids = in_bucket_order(row_ids)
         n = row_ids.shape[0]
-        rows = rng.integers(0, 256, (n, ROW_BYTES), dtype=np.uint8)
+        rows = rng.integers(0, 256, (n, FORMATS[bits].row_bytes), dtype=np.uint8)
         accumulators = rng.integers(0, 256, n, dtype=np.uint8)
         visits = rng.integers(0, 256, n, dtype=np.uint8)
-        locations = self.segments.append(row_ids, rows, accumulators, visits)
+        locations = self.segments.append(row_ids, rows, accumulators, visits, bits=bits)
         assert locations.dtype == np.uint32
         assert np.unique(locations).shape[0] == n
         self.total += n
@@ -103,7 +108,9 @@ class Harness:
         locations = np.array([entry[0] for entry in self.model.values()], np.uint32)
         addresses = self.segments.addresses(locations)
         for address, (_, row, _, _) in zip(addresses.tolist(), self.model.values(), strict=True):
-            assert ctypes.string_at(address, ROW_BYTES) == row
+            assert ctypes.string_at(address, len(row)) == row
+        row_bytes = [FORMATS[bits].row_bytes for bits in self.segments.bits_of(locations).tolist()]
+        assert row_bytes == [len(row) for _, row, _, _ in self.model.values()]
         accumulators = [entry[2] for entry in self.model.values()]
         assert self.segments.accumulators_of(locations).tolist() == accumulators
         assert self.segments.visits_of(locations).tolist() == [entry[3] for entry in self.model.values()]
@@ -136,7 +143,7 @@ def disk_error(monkeypatch, code: int | None) -> None:
     monkeypatch.setattr(segment_file, "write_bytes", os.write if code is None else fail)
 
 
-# The life of a segment ------------------------------------------------------------------------------------------------
+# The life of a segment ----------------------------------------------------------------------------------------------
 
 
 def test_rows_read_the_same_in_every_stage(harness):
@@ -317,7 +324,272 @@ def test_tables_may_share_a_folder(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
-# Failing disks --------------------------------------------------------------------------------------------------------
+# Two formats in one table ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    made = Harness(tmp_path / "segments", bits=4)
+    yield made
+    made.check()
+    made.segments.close()
+
+
+def test_formats_grow_beside_each_other_in_one_pass(mixed):
+    row_ids = in_bucket_order(np.arange(30))
+    mixed.freeze(row_ids[:10], bits=4)
+    mixed.freeze(row_ids[:0], bits=8)
+    mixed.freeze(in_bucket_order(np.arange(100, 105)), bits=8)
+    mixed.freeze(row_ids[10:], seed=1, bits=4)
+    assert mixed.segments.num_segments == 2
+    mixed.check()
+    mixed.segments.seal()
+    mixed.write()
+    found = {}
+    for path in mixed.files():
+        segment = open_segment(path)
+        found[segment.format.bits] = segment.num_rows
+        segment.close()
+    assert found == {4: 30, 8: 5}
+
+
+def test_one_call_reads_both_formats(mixed):
+    weights = np.random.default_rng(0).standard_normal((40, 4)).astype(np.float32)
+    row_ids = in_bucket_order(np.arange(40))
+    zeros = np.zeros(40, np.uint8)
+    stored = {bits: frozen.quantise(weights, bits) for bits in (4, 8)}
+    fours = mixed.segments.append(row_ids, stored[4], zeros, zeros)
+    eights = mixed.segments.append(row_ids, stored[8], zeros, zeros, bits=8)
+    picked = np.concatenate([fours[::2], eights[::3], fours[1::5]])
+    expected = np.concatenate([read(stored[4])[::2], read(stored[8])[::3], read(stored[4])[1::5]])
+    np.testing.assert_array_equal(mixed.segments.read(picked), expected)
+    mixed.segments.seal()
+    mixed.write()
+    np.testing.assert_array_equal(mixed.segments.read(picked), expected)
+    mixed.segments.mark_dead(np.concatenate([fours, eights]))
+
+
+def read(rows: np.ndarray) -> np.ndarray:
+    bits = np.full(len(rows), next(b for b, fmt in FORMATS.items() if fmt.row_bytes == rows.shape[1]), np.uint8)
+    return frozen.read_frozen(rows.ctypes.data + np.arange(len(rows), dtype=np.int64) * rows.shape[1], bits, 4)
+
+
+def test_merges_keep_formats_apart(mixed):
+    for start, bits in ((0, 4), (100, 8), (200, 4), (300, 8)):
+        mixed.freeze(np.arange(start, start + 40), seed=start, bits=bits)
+        mixed.segments.seal()
+    mixed.settle()
+    mixed.thaw([row_id for row_id in list(mixed.model) if row_id % 2])
+    mixed.settle()
+    assert mixed.segments.rows_dead == 0
+    assert sorted(open_segment(path).format.bits for path in mixed.files()) == [4, 8]
+
+
+def test_room_for_rows_of_unknown_format_counts_both(tmp_path, monkeypatch):
+    monkeypatch.setattr(segment_file, "sync_fd", lambda fd: None)
+    harness = Harness(tmp_path, capacity=2, bits=4)
+    for i in range(MAX_SLOTS - 2):
+        harness.freeze(np.array([i]), bits=8)
+        harness.segments.seal()
+    assert not harness.segments.can_append(1)  # one slot is free, and a freeze may need two
+    harness.freeze(np.array([1000]), bits=4)
+    harness.check()
+    harness.segments.close()
+
+
+# Damaged files --------------------------------------------------------------------------------------------------------
+
+
+def damage(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.fixture
+def large(tmp_path):
+    """A file of several blocks: 20,000 rows of 22 bytes, in the order of `model`."""
+    made = Harness(tmp_path / "segments", capacity=20_000)
+    made.freeze(np.arange(20_000))
+    made.segments.seal()
+    made.write()
+    yield made
+    made.segments.close()
+
+
+def test_a_block_is_checked_when_it_is_first_read(large):
+    (path,) = large.files()
+    segment = open_segment(path, verify=False)
+    start = segment.arrays.rows.ctypes.data - segment.address
+    segment.close()
+    row = 12_345
+    offset = start + row * ROW_BYTES
+    damage(path, offset)
+    locations = np.array([entry[0] for entry in large.model.values()], np.uint32)
+    block = offset >> 16
+    others = (start + np.arange(20_000) * ROW_BYTES + ROW_BYTES - 1) >> 16 < block
+    large.segments.addresses(locations[others])  # blocks before it are whole
+    large.segments.visits_of(locations)
+    for _ in range(2):  # and it does not become right by asking again
+        with pytest.raises(SegmentCorrupt, match=rf"block {block} .* does not match its CRC-32") as caught:
+            large.segments.read(locations[[row]])
+        assert caught.value.path == str(path)
+    damage(path, offset)
+    large.check()
+
+
+def test_each_part_of_a_row_is_checked(large):
+    (path,) = large.files()
+    segment = open_segment(path, verify=False)
+    parts = segment.arrays
+    starts = [part.ctypes.data - segment.address for part in (parts.accumulators, parts.visits)]
+    segment.close()
+    locations = np.array([entry[0] for entry in large.model.values()], np.uint32)
+    readers = (large.segments.accumulators_of, large.segments.visits_of)
+    for offset in starts:
+        damage(path, offset)
+    for read_part in readers:
+        with pytest.raises(SegmentCorrupt):
+            read_part(locations[:1])
+    for offset in starts:
+        damage(path, offset)
+    assert [read_part(locations).shape for read_part in readers] == [(20_000,), (20_000,)]
+
+
+def test_a_checked_block_is_not_checked_again(large, monkeypatch):
+    large.check()
+
+    def fail(data, value=0):
+        raise AssertionError("a block was read a second time")
+
+    monkeypatch.setattr(zlib, "crc32", fail)
+    large.check()
+
+
+def test_a_merge_leaves_a_damaged_file_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(segment_merge, "SLICE_ROWS", 1000)
+    large = Harness(tmp_path / "segments", capacity=20_000)
+    large.freeze(np.arange(20_000))
+    large.settle()
+    (path,) = large.files()
+    segment = open_segment(path, verify=False)
+    start = segment.arrays.rows.ctypes.data - segment.address
+    segment.close()
+    damage(path, start + 15_000 * ROW_BYTES)
+    large.thaw(range(0, 20_000, 3))
+    assert large.segments.needs_merge()
+    large.merge()
+    assert not large.segments.needs_merge()
+    (event,) = large.events
+    assert str(path) in event
+    assert "does not match its CRC-32" in event
+    large.write()
+    assert len(large.files()) == 2  # what was copied before, and the damaged one
+    damage(path, start + 15_000 * ROW_BYTES)
+    large.check()  # rows on both sides of the damage are where they belong
+    large.segments.close()
+
+
+def test_a_merge_checks_the_offsets_it_goes_by(large):
+    (path,) = large.files()
+    segment = open_segment(path, verify=False)
+    offset = segment.arrays.bucket_offsets.ctypes.data - segment.address + 4
+    segment.close()
+    damage(path, offset)
+    large.thaw(range(10_000))
+    assert large.segments.needs_merge()
+    large.merge()
+    assert "does not match its CRC-32" in large.events[0]
+    assert not large.segments.needs_merge()
+    damage(path, offset)
+    large.check()
+
+
+# Cold pages -----------------------------------------------------------------------------------------------------------
+
+
+def evict(path: Path) -> None:
+    """Drops the file's pages from the page cache, as memory pressure would; they must be on disk."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def absent_pages(path: Path) -> int:
+    """Pages of the file that are not in memory."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+    segment = open_segment(path, verify=False)
+    pages = -(-segment.size_bytes // 4096)
+    answer = ctypes.create_string_buffer(pages)
+    assert libc.mincore(segment.address, segment.size_bytes, answer) == 0
+    segment.close()
+    return sum(1 for byte in answer.raw[:pages] if not byte & 1)
+
+
+def drop_from_memory(large: Harness) -> None:
+    """The kernel keeps pages that some process maps, so the set maps the file anew after they went."""
+    (path,) = large.files()
+    slot, segment = next(iter(large.segments._mapped.items()))
+    segment.close()
+    evict(path)
+    large.segments._mapped[slot] = open_segment(path, verify=False)
+    large.segments._reader.set_file(slot, large.segments._mapped[slot])
+
+
+def wait_until(condition) -> None:
+    for _ in range(200):
+        if condition():
+            return
+        time.sleep(0.01)
+    pytest.fail("it did not happen within 2 s")
+
+
+def test_prefetch_brings_the_blocks_of_rows_in_and_changes_nothing(large):
+    (path,) = large.files()
+    drop_from_memory(large)
+    absent = absent_pages(path)
+    if absent < 50:
+        pytest.skip("this file system keeps its pages")
+    locations = np.array([entry[0] for entry in large.model.values()], np.uint32)
+    large.segments.prefetch(locations[5000:5001])  # one block, 16 pages
+    wait_until(lambda: absent_pages(path) <= absent - 16)
+    large.segments.prefetch(locations)
+    wait_until(lambda: absent_pages(path) <= absent - 50)
+    large.check()
+    drop_from_memory(large)
+    large.segments.prefetch(locations)
+    large.segments.prefetch(locations)
+    large.segments.prefetch(locations[:0])
+    large.check()
+
+
+def test_prefetch_of_checked_rows_asks_for_their_pages(large):
+    large.check()  # every block is checked
+    (path,) = large.files()
+    states = next(iter(large.segments._mapped.values())).block_states.copy()
+    drop_from_memory(large)
+    next(iter(large.segments._mapped.values())).block_states[:] = states
+    absent = absent_pages(path)
+    if absent < 50:
+        pytest.skip("this file system keeps its pages")
+    locations = np.array([entry[0] for entry in large.model.values()], np.uint32)
+    large.segments.prefetch(locations[5000:5001])
+    wait_until(lambda: absent - 2 <= absent_pages(path) < absent)
+    large.segments.read(locations)  # a batch whose sample is absent comes in as a whole
+    large.check()
+
+
+def test_prefetch_of_rows_in_a_buffer_is_nothing(harness):
+    harness.freeze(np.arange(40))
+    harness.segments.prefetch(np.array([entry[0] for entry in harness.model.values()], np.uint32))
+    harness.check()
+
+
+# Failing disks ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
@@ -512,7 +784,7 @@ def test_close_after_a_failed_write(tmp_path, monkeypatch):
         assert harness.files() == []
 
 
-# Merging --------------------------------------------------------------------------------------------------------------
+# Merging ------------------------------------------------------------------------------------------------------------
 
 
 def test_merge_keeps_live_rows_and_frees_the_rest(harness):
@@ -695,10 +967,11 @@ OPERATIONS = (
 )
 
 
-@settings(max_examples=300)
-@given(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 2**32 - 1)), max_size=60))
-def test_random_histories_equal_the_dictionary(tmp_path_factory, history):
-    harness = Harness(tmp_path_factory.mktemp("history") / "segments")
+@pytest.mark.parametrize("bits", [4, 8])
+@settings(max_examples=200)
+@given(history=st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 2**32 - 1)), max_size=60))
+def test_random_histories_equal_the_dictionary(tmp_path_factory, bits, history):
+    harness = Harness(tmp_path_factory.mktemp("history") / "segments", bits=bits)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segment_merge, "SLICE_ROWS", 11)
         patch.setattr(segment_file, "sync_fd", lambda fd: None)  # nothing here reads after a power cut
@@ -711,7 +984,7 @@ def test_random_histories_equal_the_dictionary(tmp_path_factory, history):
         harness.settle()
         harness.check()
     assert harness.segments.bytes_in_memory == 0
-    assert harness.segments.num_segments == len(harness.files()) <= MAX_SEGMENTS
+    assert harness.segments.num_segments == len(harness.files()) <= MAX_SEGMENTS * len(harness.segments.formats)
     for path in harness.files():
         open_segment(path, verify=True).close()
     harness.segments.close()
@@ -720,7 +993,8 @@ def test_random_histories_equal_the_dictionary(tmp_path_factory, history):
 def run_operation(harness: Harness, patch: pytest.MonkeyPatch, operation: str, rng: np.random.Generator) -> None:
     if operation == "freeze":
         row_ids = np.setdiff1d(rng.integers(0, 400, rng.integers(0, 120)), np.array(list(harness.model), np.int64))
-        harness.freeze(row_ids, seed=int(rng.integers(2**32)))
+        bits = int(rng.choice(list(harness.segments.formats)))
+        harness.freeze(row_ids, seed=int(rng.integers(2**32)), bits=bits)
     elif operation in ("thaw", "thaw_most"):
         share = 0.9 if operation == "thaw_most" else 0.1
         harness.thaw([row_id for row_id in list(harness.model) if rng.random() < share])
