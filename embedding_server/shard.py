@@ -464,6 +464,12 @@ class Shard:
             self._checks.ids(name, row_ids)
         return self._rows.read(ids, wire_dtype, buffers, always_default=False)
 
+    def prefetch(self, ids: Mapping[str, np.ndarray]) -> None:
+        """Has the frozen rows among these read from disk beside what follows. A hint, with no other effect."""
+        for name, row_ids in ids.items():
+            self._checks.ids(name, row_ids)
+            self._tables[name].prefetch(row_ids)
+
     def stats(self) -> StoreStats:
         return StoreStats({name: table.stats() for name, table in self._tables.items()}, list(self._events))
 

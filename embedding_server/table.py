@@ -179,6 +179,11 @@ class Table:
         self.hot.gather(slots[positions], values, positions, wire_dtype)
         flags[positions] = TRAINABLE | FOUND
 
+    def prefetch(self, row_ids: np.ndarray) -> None:
+        """int64[n]: has the pages of frozen rows among these read in beside the caller. A hint, no other effect."""
+        locations = self.index.locate(row_ids)[1]
+        self.segments.prefetch(locations[((locations & FROZEN_BIT) != 0) & (locations != INITIAL)])
+
     def remember(self, row_ids: np.ndarray, slots: np.ndarray) -> None:
         """The rows of a Pull, all of them hot: the Push of the step will most likely name the same."""
         self._pulled.append((row_ids, slots, self.generation))
