@@ -163,7 +163,7 @@ def _limit_moves(line: Frostline, moves: np.ndarray, most: int) -> Frostline:
         return line
     nearer = margin - 1
     share = _share_under(most - from_far[margin], moves[nearer])
-    return replace(line, margin_bins=nearer, held_fraction=1.0 - share)
+    return replace(line, margin_bins=nearer, held_fraction=float(1.0 - share))
 
 
 def _share_under(most: float, count: float) -> float:

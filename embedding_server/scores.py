@@ -23,7 +23,7 @@ is the gradient as the optimizer saw it, after clipping. Root of the mean square
     rowwise_adagrad     sqrt(D (h - h_0) / visits)
     adam                sqrt(sum_d v_d / (1 - beta2^visits))
 
-A frozen row keeps the mean of that over the columns as one byte (optimizers.py), within 9%, so its norm is within 4.5%.
+A frozen row keeps the mean of h - h_0, or of v, as one byte (optimizers.py), within 9%, so its norm is within 4.5%.
 Visits are counted up to 255; the norm of a row with more is too large by sqrt(visits / 255) (adam: by up to 2.1), which
 moves rows up that are at the top already. `sgd` keeps no such state, so scores with a gradient refuse it.
 """
