@@ -174,12 +174,17 @@ class HotPath:
 
     def _apply_sums(self, ready: list[tuple[Update, np.ndarray]], scale: float, step: int) -> None:
         sums = np.zeros((len(ready), update_kernels.SUMS_COLUMNS), np.int64)
+        shared: dict[int, int] = {}  # tables of one batch share three of the five arrays; asking costs 1 us
         for k, (update, _) in enumerate(ready):
             s = update.sums
             assert s is not None
-            arrays = _addresses([s.source, s.positions, s.scales, s.starts, s.rows]).tolist()
-            source, positions, scales, starts, rows = arrays
-            sums[k] = source, positions, s.positions.shape[0], scales, s.scales.shape[0], starts, rows
+            for array in (s.source, s.positions, s.scales):
+                if id(array) not in shared:
+                    shared[id(array)] = _address(array)
+            sums[k] = (
+                shared[id(s.source)], shared[id(s.positions)], s.positions.shape[0], shared[id(s.scales)],
+                s.scales.shape[0], _address(s.starts), _address(s.rows),
+            )  # fmt: skip
         arguments = self._update_arguments(ready, scale, step)
         self._threads.run_parts(lambda part, parts: update_kernels.apply_sums(*arguments, sums, part, parts))
 
@@ -330,5 +335,9 @@ def _without_repeats(update: Update) -> Update:
     return Update(update.table, row_ids, values, "float32", update.learning_rate)
 
 
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
 def _addresses(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return np.array([array.__array_interface__["data"][0] for array in arrays], np.int64)
+    return np.array([_address(array) for array in arrays], np.int64)

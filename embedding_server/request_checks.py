@@ -56,7 +56,8 @@ class RequestChecks:
             )
 
     def ids(self, name: str, row_ids: np.ndarray) -> None:
-        self.table(name)
+        if name not in self._tables:
+            self.table(name)  # raises
         if row_ids.ndim != 1 or row_ids.dtype != np.int64:
             raise InvalidInput(
                 f"table {name!r}: row_ids has dtype {row_ids.dtype} and shape {list(row_ids.shape)};"
