@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embedding_server.errors import SegmentCorrupt
-from embedding_server.index import FROZEN_BIT, INITIAL, Entries
+from embedding_server.index import INITIAL, Entries
 from embedding_server.kernels.frozen import choose_bits, quantise
 from embedding_server.optimizers import decode_accumulator, encode_accumulator
 
@@ -100,28 +100,26 @@ def freeze_coldest(table: Table, rows: int, step: int) -> int:
     """
     if table.spec.policy.kind == "off":
         return 0
-    entries = table.index.scan(0, table.index.num_buckets)
-    hot = np.flatnonzero((entries.locations & FROZEN_BIT) == 0)
-    hot = hot[table.last_step.array[entries.locations[hot], 0] < step - 1]
-    wanted = min(hot.shape[0], max(rows, int(hot.shape[0] * _LEAST_COLDEST)))
+    last_step = table.last_step.array.reshape(-1)
+    entries = table.index.scan_unvisited(0, table.index.num_buckets, last_step, step - 2)
+    num_hot = entries.row_ids.shape[0]
+    wanted = min(num_hot, max(rows, int(num_hot * _LEAST_COLDEST)))
     if not wanted:
         return 0
-    coldest = np.sort(hot[np.argpartition(entries.heat[hot], wanted - 1)[:wanted]])  # sorted: back in bucket order
+    coldest = np.sort(np.argpartition(entries.heat, wanted - 1)[:wanted])  # sorted: back in bucket order
     table.segments.open_builder(step)
-    frozen, _ = freeze(
-        table,
-        Entries(
-            entries.row_ids[coldest], entries.addresses[coldest], entries.locations[coldest], entries.heat[coldest]
-        ),
-    )
+    frozen, _ = freeze(table, entries.take(coldest))
     table.segments.seal()
     return frozen
 
 
 def _read_back(table: Table, slots: np.ndarray, locations: np.ndarray) -> None:
+    """Reads everything first: what cannot be read leaves the table as it was."""
     spec = table.spec
     weights = table.segments.read(locations)
     codes = table.segments.accumulators_of(locations)
+    if spec.policy.thaw == "cold":
+        codes = np.zeros_like(codes)  # no gain on the accumulator of a new row
     visits = table.segments.visits_of(locations)
     table.hot.write(slots, weights, decode_accumulator(spec, codes, spec.dim))
     table.visits.array[slots, 0] = visits
