@@ -226,6 +226,12 @@ class SegmentSet:
         return sum(segment.size_bytes for segment in self._mapped.values()) + self.bytes_in_memory
 
     @property
+    def fixed_bytes(self) -> int:
+        """Of bytes_used, at most what the segments take whatever their number of rows."""
+        formats = [builder.format for builder in self._builders.values()] + [m.format for m in self._mapped.values()]
+        return sum(fixed_bytes(fmt) for fmt in formats)
+
+    @property
     def bytes_in_memory(self) -> int:
         """Anonymous memory: the buffers of segments that are not written yet."""
         return sum(builder.committed_bytes() for builder in self._builders.values())

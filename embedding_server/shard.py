@@ -473,6 +473,10 @@ class Shard:
     def stats(self) -> StoreStats:
         return StoreStats({name: table.stats() for name, table in self._tables.items()}, list(self._events))
 
+    def fixed_bytes(self) -> dict[str, tuple[int, int]]:
+        """By table, what Table.fixed_bytes gives."""
+        return {name: table.fixed_bytes() for name, table in self._tables.items()}
+
     def maintain(self) -> bool:
         """One slice of background work of some table: compaction, segment files, merges. True if more is waiting."""
         if any(table.maintain() for table in self._tables.values()):

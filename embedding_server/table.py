@@ -454,6 +454,12 @@ class Table:
             moves_thawed=self.moves_thawed,
         )
 
+    def fixed_bytes(self) -> tuple[int, int]:
+        """(of hot rows and state, of segments): what stats() counts beyond the rows' own bytes, i.e. the unused part of
+        last pages, headers of files. An estimate from a sample of the rows must not scale them."""
+        high_water, now = self.slots.high_water, self.stats()
+        return now.bytes_hot + now.bytes_state - high_water * self.hot_row_bytes, self.segments.fixed_bytes
+
     def close(self) -> None:
         self.hot.close()
         self._default.close()
