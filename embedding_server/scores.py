@@ -136,7 +136,9 @@ class _Entry:
 
 def _abs_weight(rows: ScoredRows) -> np.ndarray:
     """A row that is not finite cannot freeze: it ranks at the top."""
-    return np.nan_to_num(np.abs(rows.weights).mean(axis=1, dtype=np.float64), nan=_HUGE, posinf=_HUGE)
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean = np.abs(rows.weights).mean(axis=1).astype(np.float64)
+    return np.nan_to_num(mean, nan=_HUGE, posinf=_HUGE)
 
 
 _REGISTRY: dict[str, _Entry] = {

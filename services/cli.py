@@ -107,6 +107,10 @@ def shard(
     ] = 8 << 30,
     backend: Annotated[str, typer.Option(help="Row kernels: auto, cpu, reference or fbgemm.")] = "auto",
     threads: Annotated[int, typer.Option(min=1, help="Threads of libraries; the rows have one of their own.")] = 1,
+    scores: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODULE", help="A module to import first, which registers scores for `select: score`."),
+    ] = None,
 ) -> None:
     """Serves one shard until SIGTERM. Prints one JSON line with its address when it serves."""
     from services.shard_process import ShardOptions, parse_buckets, run_shard
@@ -122,6 +126,7 @@ def shard(
             memory_limit_bytes=memory_limit_bytes,
             backend=backend,
             threads=threads,
+            scores=tuple(scores or ()),
         )
         status = run_shard(options)
     raise typer.Exit(status)

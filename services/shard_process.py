@@ -9,6 +9,7 @@ Stop it with SIGTERM or SIGINT: it drains and ends with status 0.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import os
@@ -51,6 +52,7 @@ class ShardOptions:
     backend: str = "auto"
     threads: int = 1
     limits: Limits = field(default_factory=Limits)
+    scores: tuple[str, ...] = ()  # modules to import first: they call embedding_server.scores.register_score
     drain_s: float = 5.0
     is_bound_to_stdin: bool = False  # end when standard input closes: the process that started us has gone
 
@@ -72,6 +74,7 @@ def run_shard(options: ShardOptions) -> int:
     from services.warm_up import warm_up
 
     try:
+        _import_scores(options.scores)
         warm_up(options.backend)
         server = ShardServer(_open_shard(options), options.limits)
         address = server.start(options.host, options.port)
@@ -87,6 +90,22 @@ def run_shard(options: ShardOptions) -> int:
     server.stop(options.drain_s)
     log.info("stopped")
     return 0
+
+
+def _import_scores(modules: Sequence[str]) -> None:
+    """Whoever starts a shard names the modules; a job can only name a score that one of them registered."""
+    from embedding_server.errors import InvalidInput
+    from embedding_server.scores import score_names
+
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise InvalidInput(
+                f"--scores {name}: cannot be imported ({error}); it must be a module on PYTHONPATH of the shard"
+            ) from error
+    if modules:
+        log.info("scores: %s", ", ".join(score_names()))
 
 
 def _set_threads(threads: int) -> None:
@@ -178,8 +197,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--memory-limit-bytes", type=int, default=defaults.memory_limit_bytes)
     parser.add_argument("--backend", default=defaults.backend)
     parser.add_argument("--threads", type=int, default=defaults.threads)
+    parser.add_argument("--scores", action="append", default=[])
     parser.add_argument("--bound-to-stdin", dest="is_bound_to_stdin", action="store_true")
-    return run_shard(ShardOptions(**vars(parser.parse_args(arguments))))
+    options = vars(parser.parse_args(arguments))
+    return run_shard(ShardOptions(**{**options, "scores": tuple(options["scores"])}))
 
 
 if __name__ == "__main__":
