@@ -112,6 +112,7 @@ class _Collection(torch.nn.Module):
         is_pooled = isinstance(self, EmbeddingBagCollectionInterface)
         self._plan = LookupPlan(tables, store, is_pooled, is_weighted, num_threads)
         self._steps = TrainingSteps(store, self._plan, identity, last_step)
+        self._last_lookups: Lookups | None = None
 
     @property
     def device(self) -> torch.device:
@@ -140,11 +141,18 @@ class _Collection(torch.nn.Module):
     def push(self, gradients: StepGradients) -> PushAck:
         return self._steps.push(gradients)
 
+    def take_lookups(self) -> Lookups | None:
+        """The look-ups of the last training forward, once; its arrays are used again after the step's push."""
+        lookups, self._last_lookups = self._last_lookups, None
+        return lookups
+
     def _rows_of(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, Lookups]:
         """(output float32 [B, sum of dims] or [N, D], the look-ups it came from)."""
         is_step = self.training and torch.is_grad_enabled()
         opened = self._steps.begin(features) if is_step else None
         lookups = opened.lookups if opened else self._steps.look_up(features)
+        if opened:
+            self._last_lookups = lookups
         anchor = torch.empty(0, requires_grad=True) if is_step else None
         weights = features.weights() if self._plan.is_weighted else None
         out: torch.Tensor = _PoolRows.apply(anchor, weights, lookups, opened)

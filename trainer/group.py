@@ -43,6 +43,14 @@ class Group:
         dist.all_reduce(cells)
         return [int(v) for v in cells.tolist()]
 
+    def add(self, values: np.ndarray) -> np.ndarray:
+        """Sum over all workers of a float64 array of the same shape on each."""
+        if self.size == 1:
+            return values
+        total = torch.from_numpy(np.array(values, np.float64))
+        dist.all_reduce(total)
+        return total.numpy()
+
     def gather(self, values: np.ndarray) -> np.ndarray:
         """float32[n_w] of each worker -> float32[sum of n_w], in worker order, on every worker."""
         if self.size == 1:

@@ -8,7 +8,7 @@ how reading, pulling and pushing overlap with the dense step is pipeline.py's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,13 @@ from trainer.job import Job, steps_of, table_specs
 from trainer.lr_schedule import LearningRate, Schedule, schedule_in_steps
 from trainer.metrics import Metrics
 from trainer.models import build_model, logits_of
+from trainer.pass_ends import PassEnds
 from trainer.pipeline import Pipeline
 from trainer.precision import Precision, choose_precision
 from trainer.report import ArmSummary, Progress, summarise_arm
 from trainer.run_log import RunLog
 from trainer.warm_up import warm_up_rows
+from trainer.watch import Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class Run:
     total_steps: int | None
     reselect_every: int | None  # steps; None: no table ever freezes
     validate_every: int | None
+    watch: Watch
+    pass_ends: PassEnds | None  # None: no table does anything at the end of a pass over the data
 
     def is_reselection(self, step: int) -> bool:
         return self.reselect_every is not None and step % self.reselect_every == 0
@@ -65,7 +69,14 @@ class Run:
         return self.validate_every is not None and step % self.validate_every == 0 and step != self.total_steps
 
     def is_barrier(self, step: int) -> bool:
-        return self.is_reselection(step) or self.is_validation(step)
+        return self.is_reselection(step) or self.is_validation(step) or self.is_pass_end(step)
+
+    def is_pass_end(self, step: int) -> bool:
+        return self.pass_ends is not None and self.pass_ends.is_end(step)
+
+    @property
+    def batches(self) -> Iterator[Batch]:
+        return iter(self.reader if self.pass_ends is None else self.pass_ends)
 
 
 def run_worker(
@@ -78,24 +89,29 @@ def run_worker(
     run = build_run(job, store, group)
     with RunLog(arm, run.total_steps, folder if group.is_first else None, show) as log:
         train(run, log)
+        mask = run.watch.report(log.step, log, is_last=True)
         test = score(run, "test")
         log.scores("test", test)
     wire = WireStats(*group.sums([getattr(store.wire_stats, name) for name in WireStats.__dataclass_fields__]))
     num_samples = group.sums([log.num_samples])[0]
-    return summarise_arm(store.stats().total(), wire, test, num_samples, log.train_s, log.wall_s)
+    return summarise_arm(store.stats().total(), wire, test, num_samples, log.train_s, log.wall_s, mask)
 
 
 def train(run: Run, log: RunLog) -> None:
-    with Pipeline(iter(run.reader), run.rows, run.job.trainer.mode, run.is_barrier, run.total_steps) as pipeline:
+    with Pipeline(run.batches, run.rows, run.job.trainer.mode, run.is_barrier, run.total_steps) as pipeline:
         for step, batch in pipeline:
             logits = train_step(run, step, batch)
+            run.watch.observe(run.rows.take_lookups(), batch, logits)
             pipeline.push(run.row_rate.at(step))
             log.observe(step, batch, logits)
             if run.is_barrier(step):
                 pipeline.drain()
+            if run.is_pass_end(step):
+                end_data_pass(run, run.last_step + step)
             if run.is_reselection(step):
                 reselect(run, run.last_step + step)
-                log.rows(run.store)
+                run.watch.start_control_group()
+                run.watch.report(step, log)
             if run.is_validation(step):
                 with log.pause():
                     log.scores("validation", score(run, "validation"))
@@ -130,6 +146,14 @@ def reselect(run: Run, step: int) -> None:
     run.group.barrier()
 
 
+def end_data_pass(run: Run, step: int) -> None:
+    """All workers wait while tables of `epoch_end: forget_rare` forget their rare rows."""
+    run.group.barrier()
+    if run.group.is_first:
+        run.store.end_data_pass(run.who, step)
+    run.group.barrier()
+
+
 def score(run: Run, split: Split) -> Metrics | None:
     """Metrics of a split, None if the data has no samples of it."""
     if not run.job.data.has_split(split):
@@ -154,6 +178,7 @@ def build_run(job: Job, store: EmbeddingStore, group: Group) -> Run:
     if group.size > 1:
         model = DistributedDataParallel(model, broadcast_buffers=False)
     total = _total_steps(job, reader)
+    is_forgetful = any(spec.policy.epoch_end == "forget_rare" for spec in store.table_specs().values())
     return Run(
         job=job,
         group=group,
@@ -170,6 +195,8 @@ def build_run(job: Job, store: EmbeddingStore, group: Group) -> Run:
         total_steps=total,
         reselect_every=_reselect_every(job, store),
         validate_every=_validate_every(job, reader),
+        watch=Watch(job, store, group, list(reader.schema.tables), epoch.last_step),
+        pass_ends=PassEnds(reader) if is_forgetful else None,
     )
 
 

@@ -14,7 +14,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ PUBLISHED_CLAIM = "published for the top-40% recipe: memory -58%, speed 1.88x, A
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Where a running arm stands. loss, ne and auc are those of the last few thousand training samples, each scored
-    before it was trained on; nan before there are enough of them."""
+    before it was trained on; nan before there are enough of them. An event has a note, and its figures are nan."""
 
     arm: str
     step: int
@@ -44,11 +44,15 @@ class Progress:
     loss: float
     ne: float
     auc: float
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ArmSummary:
     """One arm of summary.json. Bytes are of all shards; bytes_pulled, bytes_pushed and rows_pushed of all workers.
+
+    bytes_peak is the highest bytes_total of the run, rows_push_saved and bytes_push_saved the gradient rows, and their
+    bytes, that were not sent because their rows are frozen. mask_info: what `frostline inspect` shows (mask_report.py).
 
     samples_per_s counts the training alone; wall_s the training and the evaluations, without starting processes.
     Test metrics are None when the data has no test samples.
@@ -71,12 +75,23 @@ class ArmSummary:
     rows_pushed: int
     samples_per_s: float
     wall_s: float
+    bytes_peak: int = 0
+    rows_push_saved: int = 0
+    bytes_push_saved: int = 0
+    mask_info: dict[str, Any] = field(default_factory=dict)
 
 
 def summarise_arm(
-    rows: TableStats, wire: WireStats, test: Metrics | None, num_samples: int, train_s: float, wall_s: float
+    rows: TableStats,
+    wire: WireStats,
+    test: Metrics | None,
+    num_samples: int,
+    train_s: float,
+    wall_s: float,
+    mask: Mapping[str, Any] | None = None,
 ) -> ArmSummary:
-    """`test`: of the test split; None if there is none."""
+    """`test`: of the test split; None if there is none. `mask`: the last mask document, on worker 0."""
+    traffic = mask["total"]["traffic"] if mask else {}
     return ArmSummary(
         test_auc=_finite(test.auc) if test else None,
         test_logloss=_finite(test.logloss) if test else None,
@@ -95,6 +110,10 @@ def summarise_arm(
         rows_pushed=wire.rows_pushed,
         samples_per_s=round(num_samples / train_s, 1) if train_s > 0 else 0.0,
         wall_s=round(wall_s, 3),
+        bytes_peak=max(rows.bytes_peak, rows.bytes_total),
+        rows_push_saved=traffic.get("gradient_rows_saved", 0),
+        bytes_push_saved=traffic.get("bytes_push_saved", 0),
+        mask_info=dict(mask or {}),
     )
 
 
@@ -151,6 +170,9 @@ class ProgressShow:
         (self._bar.console if self._bar else self._console).print(text, highlight=False, markup=False, soft_wrap=True)
 
     def update(self, progress: Progress) -> None:
+        if progress.note:
+            self.say(f"{progress.arm}: step {progress.step}: {progress.note}")
+            return
         if self._bar is not None:
             self._update_bar(self._bar, progress)
             return
@@ -182,11 +204,11 @@ def final_table(arms: Mapping[str, ArmSummary]) -> Table:
     first = next(iter(arms.values()))
     for arm in arms:
         table.add_column(arm, justify="right")
-    for label, field, kind in _LINES:
+    for label, name, kind in _LINES:
         cells = [
-            _cell(getattr(summary, field), getattr(first, field), kind, summary is first) for summary in arms.values()
+            _cell(getattr(summary, name), getattr(first, name), kind, summary is first) for summary in arms.values()
         ]
-        table.add_row(label, *cells, end_section=field in _SECTION_ENDS)
+        table.add_row(label, *cells, end_section=name in _SECTION_ENDS)
     return table
 
 
@@ -194,7 +216,8 @@ _LINES = (
     ("test AUC", "test_auc", "metric"),
     ("test logloss", "test_logloss", "metric"),
     ("test NE", "test_ne", "metric"),
-    ("bytes, total", "bytes_total", "bytes"),
+    ("bytes, peak", "bytes_peak", "bytes"),
+    ("bytes, at the end", "bytes_total", "bytes"),
     ("  hot weights", "bytes_hot", "bytes"),
     ("  optimizer state", "bytes_state", "bytes"),
     ("  frozen", "bytes_frozen", "bytes"),
@@ -206,10 +229,11 @@ _LINES = (
     ("bytes pulled", "bytes_pulled", "bytes"),
     ("bytes pushed", "bytes_pushed", "bytes"),
     ("gradient rows sent", "rows_pushed", "count"),
+    ("  not sent: row is frozen", "rows_push_saved", "count"),
     ("samples/s", "samples_per_s", "count"),
     ("seconds", "wall_s", "seconds"),
 )
-_SECTION_ENDS = ("test_ne", "bytes_heat", "rows_frozen", "rows_pushed")
+_SECTION_ENDS = ("test_ne", "bytes_heat", "rows_frozen", "rows_push_saved")
 
 
 def claim_lines(arms: Mapping[str, ArmSummary], name: str = "topk") -> list[str]:

@@ -1,7 +1,8 @@
-"""What a worker says while it trains: Progress reports, TensorBoard scalars, and the two clocks of the summary."""
+"""What a worker says while it trains: Progress reports, events, TensorBoard, mask_info.json, and two clocks."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,15 +11,17 @@ from typing import Any
 
 import torch
 
-from embedding_server.store import EmbeddingStore
 from trainer.data.batch import Batch
+from trainer.mask_report import board_scalars, histogram_of
 from trainer.metrics import Metrics, RecentMetrics
-from trainer.report import Progress
+from trainer.report import Progress, write_json
 
 #: seconds between reports. A report costs some 3 ms, most of it for the running AUC.
 REPORT_EVERY_S = 0.5
 #: training samples, each scored before it was trained on, behind the running loss, NE and AUC
 WINDOW_SAMPLES = 16_384
+MAX_EVENTS = 100
+MASK_FILE = "mask_info.json"
 
 
 class RunLog:
@@ -31,7 +34,8 @@ class RunLog:
         self, arm: str, total_steps: int | None, folder: Path | None, show: Callable[[Progress], None]
     ) -> None:
         self.num_samples = 0
-        self._arm = arm
+        self.arm = arm
+        self.events: list[str] = []  # newest last, at most MAX_EVENTS
         self._total_steps = total_steps
         self._folder = folder
         self._show = show
@@ -55,6 +59,11 @@ class RunLog:
             self._writer.close()
 
     @property
+    def step(self) -> int:
+        """The last step that was observed."""
+        return self._step
+
+    @property
     def train_s(self) -> float:
         return self._train_end_s - self._start_s - self._paused_s
 
@@ -76,7 +85,7 @@ class RunLog:
     def _report(self, now: float) -> None:
         recent = self._recent.compute()
         speed = (self.num_samples - self._num_samples_at_report) / max(now - self._last_report_s, 1e-9)
-        self._show(Progress(self._arm, self._step, self._total_steps, speed, recent.logloss, recent.ne, recent.auc))
+        self._show(Progress(self.arm, self._step, self._total_steps, speed, recent.logloss, recent.ne, recent.auc))
         self.scores("train", recent)
         self._scalars("train", {"samples_per_s": speed})
         self._last_report_s, self._num_samples_at_report = now, self.num_samples
@@ -97,19 +106,29 @@ class RunLog:
         if metrics is not None:
             self._scalars(split, {"auc": metrics.auc, "loss": metrics.logloss, "ne": metrics.ne})
 
-    def rows(self, store: EmbeddingStore) -> None:
-        """Rows and bytes by tier, over all shards."""
-        if self._writer is None:
+    def event(self, text: str) -> None:
+        """Something that people should see at once and find again: shown, and kept in `events`."""
+        self.events.append(text)
+        del self.events[:-MAX_EVENTS]
+        if self._writer is not None:
+            none = math.nan
+            self._show(Progress(self.arm, self._step, self._total_steps, none, none, none, none, note=text))
+            self._writer.add_text("events", text, self._step)
+
+    def mask(self, document: Mapping[str, Any], step: int) -> None:
+        """Mask info (mask_report.py) to mask_info.json, where it replaces the one before, and to TensorBoard."""
+        if self._writer is None or self._folder is None:
             return
-        total = store.stats().total()
-        self._scalars("rows", {name.removeprefix("rows_"): getattr(total, name) for name in _ROWS})
-        self._scalars("bytes", {name.removeprefix("bytes_"): getattr(total, name) for name in _BYTES})
+        write_json(self._folder / MASK_FILE, document)
+        for name, value in board_scalars(document).items():
+            self._writer.add_scalar(name, value, step)
+        for table, state in document["tables"].items():
+            for kind in ("hot", "frozen"):
+                histogram = histogram_of(state["heat_histogram"][kind])
+                if histogram:
+                    self._writer.add_histogram_raw(f"table_{table}/log2_heat_{kind}", **histogram, global_step=step)
 
     def _scalars(self, group: str, values: Mapping[str, float]) -> None:
         if self._writer is not None:
             for name, value in values.items():
                 self._writer.add_scalar(f"{group}/{name}", value, self._step)
-
-
-_ROWS = ("rows_hot", "rows_frozen", "rows_probation", "rows_unfreezable", "rows_ignored")
-_BYTES = ("bytes_total", "bytes_hot", "bytes_state", "bytes_frozen", "bytes_index", "bytes_heat")

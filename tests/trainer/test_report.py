@@ -22,11 +22,11 @@ from trainer.report import (
     write_summary,
 )
 
-#: the keys that the issue names, in its order
+#: the keys that issue 1 names, in its order, and then those that say what freezing did
 KEYS = [
     "test_auc", "test_logloss", "test_ne", "bytes_total", "bytes_hot", "bytes_state", "bytes_frozen", "bytes_index",
     "bytes_heat", "rows_hot", "rows_frozen", "rows_probation", "bytes_pulled", "bytes_pushed", "rows_pushed",
-    "samples_per_s", "wall_s"
+    "samples_per_s", "wall_s", "bytes_peak", "rows_push_saved", "bytes_push_saved", "mask_info"
 ]  # fmt: skip
 
 ROWS = TableStats(
@@ -69,6 +69,15 @@ def test_without_test_samples_metrics_are_null_and_so_is_nan(tmp_path):
     document = json.loads((tmp_path / "summary.json").read_text())
     assert (document["a"]["test_auc"], document["a"]["test_logloss"]) == (None, None)
     assert (document["b"]["test_auc"], document["b"]["test_logloss"]) == (None, 0.5)
+
+
+def test_a_summary_takes_what_was_saved_from_the_mask_info():
+    mask = {"total": {"traffic": {"gradient_rows_saved": 30, "bytes_push_saved": 700}}}
+    peak = replace(ROWS, bytes_peak=2000)
+    summary = summarise_arm(peak, WIRE, None, num_samples=1, train_s=1.0, wall_s=1.0, mask=mask)
+    assert (summary.rows_push_saved, summary.bytes_push_saved, summary.bytes_peak) == (30, 700, 2000)
+    assert summary.mask_info == mask
+    assert (FULL.rows_push_saved, FULL.bytes_peak, FULL.mask_info) == (0, 1545, {})
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):
@@ -127,6 +136,11 @@ def test_without_a_terminal_a_line_comes_now_and_then_and_for_the_last_step():
         "full: step 1/10, 51,234 samples/s, loss 0.6100, NE 0.9300, AUC 0.7100",
         "full: step 10/10, 51,234 samples/s, loss 0.6100, NE 0.9300, AUC 0.7100",
     ]
+
+
+def test_an_event_is_told_at_once():
+    note = replace(at(2), note="table 'user': too much is lost")
+    assert shown([at(1), note], log_every_s=3600.0)[1:] == ["full: step 2: table 'user': too much is lost"]
 
 
 def test_on_a_terminal_every_arm_has_a_bar_with_its_figures():
