@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import TypeVar
@@ -51,15 +51,24 @@ class InprocStore(EmbeddingStore):
         backend: str = "auto",
         timeout_s: float = 60.0,
         threads: int = 1,
+        writes_in_background: bool = False,
     ) -> None:
         """timeout_s bounds the wait for other workers, after which StoreUnavailable says who is missing.
 
-        threads: that share the tables of a call.
+        threads: that share the tables of a call. writes_in_background: False writes segments within the call that finds
+        them full, so that the bytes at a step do not depend on timing.
         """
         self.wire_dtype = wire_dtype
         self.num_shards = 1
         self.shard_of_bucket = np.zeros(NUM_BUCKETS, np.int32)
-        self._shard = Shard(data_dir=data_dir, memory_limit_bytes=memory_limit_bytes, backend=backend, threads=threads)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="segment-writer") if writes_in_background else None
+        self._shard = Shard(
+            data_dir=data_dir,
+            memory_limit_bytes=memory_limit_bytes,
+            backend=backend,
+            writer=self._writer,
+            threads=threads,
+        )
         self.is_in_place = wire_dtype == "float32" and self._shard.is_in_place
         self._lock = threading.Lock()
         self._timeout_s = timeout_s
@@ -138,6 +147,11 @@ class InprocStore(EmbeddingStore):
         with self._lock:
             return self._shard.stats()
 
+    def fixed_bytes(self) -> dict[str, tuple[int, int]]:
+        """By table, what Table.fixed_bytes gives."""
+        with self._lock:
+            return self._shard.fixed_bytes()
+
     @property
     def wire_stats(self) -> WireStats:
         return self._wire
@@ -145,6 +159,8 @@ class InprocStore(EmbeddingStore):
     def close(self) -> None:
         with self._lock:
             self._shard.close()
+        if self._writer is not None:
+            self._writer.shutdown()
 
     def _wait(self, future: Future[T], what: str) -> T:
         try:
