@@ -79,7 +79,7 @@ def _train(job: Job, console: Console) -> dict[str, Any]:
         show.say("fitting the bias-only logistic regression")
         bias = bias_only(job)
     console.print(final_table(arms))
-    for line in [*([bias_only_line(bias)] if bias else []), *claim_lines(arms), f"summary: {folder / 'summary.json'}"]:
+    for line in [*([bias_only_line(bias)] if bias else []), *claim_lines(arms), *_where(folder)]:
         console.print(line, highlight=False, soft_wrap=True)
     return {
         "job": job.name,
@@ -87,6 +87,30 @@ def _train(job: Job, console: Console) -> dict[str, Any]:
         "arms": {arm: asdict(summary) for arm, summary in arms.items()},
         "bias_only": asdict(bias) if bias else None,
     }
+
+
+def _where(folder: Path) -> list[str]:
+    return [f"summary: {folder / 'summary.json'}", f"rows, moves and heat by table: frostline inspect {folder}"]
+
+
+@app.command()
+def inspect(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run or of one arm, or a run's name in runs/.")
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Shows what is hot and what is frozen in a run, by table, and what that saves and costs; also while it trains."""
+    from trainer.inspection import describe, read_run
+
+    with errors_to_exit_status(Console(stderr=True)):
+        documents = read_run(run)
+    if as_json:
+        print(json.dumps(documents))
+        return
+    console = Console()
+    for part in describe(documents):
+        console.print(part)
 
 
 @app.command()

@@ -38,7 +38,7 @@ class JobFailed(FrostlineError):
 
 def run_job(job: Job, show: Show, say: Say) -> dict[str, ArmSummary]:
     """Trains every arm. Writes <output_dir>/<name>/: job.json, summary.json after each arm; by arm the shards' logs and
-    TensorBoard's files. Those of an earlier run of this name are replaced."""
+    TensorBoard's files and mask_info.json. Those of an earlier run of this name are replaced."""
     arms = job.arm_jobs()
     check_arms(arms)
     folder = job.trainer.output_dir / job.name
@@ -57,7 +57,7 @@ def _clear(folder: Path, arms: Mapping[str, Job]) -> None:
     """Removes an earlier run's results, which would pass for this one's should it fail, and mix with its curves."""
     (folder / "summary.json").unlink(missing_ok=True)
     for arm in arms:
-        for pattern in ("events.out.tfevents.*", "shard-*.log"):
+        for pattern in ("events.out.tfevents.*", "shard-*.log", "mask_info.json"):
             for path in (folder / arm).glob(pattern):
                 path.unlink(missing_ok=True)
 

@@ -23,6 +23,7 @@ _BYTES = ("total", "peak", "hot", "state", "frozen", "index", "heat")
 _MOVES = (
     "frozen", "frozen_idle", "frozen_rank", "frozen_limit", "thawed", "thawed_visit", "thawed_rank", "forgotten",
 )  # fmt: skip
+MASK_FILE = "mask_info.json"
 #: a table that holds more of the hot rows of all tables than this is said to hold most of them
 MOST = 0.5
 
@@ -158,7 +159,7 @@ def _total_traffic(traffics: Iterable[Traffic]) -> dict[str, int]:
 
 
 def board_scalars(document: Mapping[str, Any]) -> dict[str, float]:
-    """TensorBoard tags and values: of all tables rows/hot, bytes/total, moves/..., traffic/...; of table t table_t/... .
+    """TensorBoard tags and values: rows/hot, bytes/total, moves/..., traffic/... of all tables; table_t/... of table t.
 
     A control group's are control/<table>/difference, low, high and alarm (1 while low is above max_loss).
     """

@@ -269,12 +269,13 @@ def _cell(value: float | None, first: float | None, kind: str, is_first: bool) -
     if kind == "metric":
         against = "" if is_first or first is None else f" ({value - first:+.4f})"
         return f"{value:.4f}{against}"
-    text = {"bytes": _bytes_text, "count": lambda v: f"{v:,.0f}", "seconds": lambda v: f"{v:.1f}"}[kind](value)
+    text = {"bytes": bytes_text, "count": lambda v: f"{v:,.0f}", "seconds": lambda v: f"{v:.1f}"}[kind](value)
     against = "" if is_first or not first else f" ({value / first - 1:+.0%})"
     return f"{text}{against}"
 
 
-def _bytes_text(value: float) -> str:
+def bytes_text(value: float) -> str:
+    """In a unit of powers of 1000."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= scale:
             return f"{value / scale:,.2f} {unit}"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trainer.data.batch import Batch
-from trainer.mask_report import board_scalars, histogram_of
+from trainer.mask_report import MASK_FILE, board_scalars, histogram_of
 from trainer.metrics import Metrics, RecentMetrics
 from trainer.report import Progress, write_json
 
@@ -21,7 +21,6 @@ REPORT_EVERY_S = 0.5
 #: training samples, each scored before it was trained on, behind the running loss, NE and AUC
 WINDOW_SAMPLES = 16_384
 MAX_EVENTS = 100
-MASK_FILE = "mask_info.json"
 
 
 class RunLog:

@@ -124,8 +124,8 @@ class Watch:
         for table, report in control.items():
             if report.is_alarm and table not in self._alarmed:
                 log.event(
-                    f"table {table!r}: rows that may freeze have {report.difference:.4f} more logloss than control rows "
-                    f"of the same heat (95% interval {report.low:.4f} to {report.high:.4f}), and max_loss is "
+                    f"table {table!r}: rows that may freeze have {report.difference:.4f} more logloss than control "
+                    f"rows of the same heat (95% interval {report.low:.4f} to {report.high:.4f}), and max_loss is "
                     f"{report.max_loss:g}; raise idle_samples, hot_fraction or frozen_bits of this table"
                 )
         self._alarmed = {table for table, report in control.items() if report.is_alarm}

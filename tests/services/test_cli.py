@@ -9,8 +9,10 @@ from typer.testing import CliRunner
 
 from services import cli, train_job
 from services.doctor import Check
+from tests.trainer.masks import snapshot
+from trainer.mask_report import mask_document
 from trainer.metrics import Metrics
-from trainer.report import ArmSummary
+from trainer.report import ArmSummary, write_json
 
 SUMMARY = ArmSummary(0.8, 0.5, 0.9, 100, 50, 20, 10, 15, 5, 4, 3, 1, 1000, 500, 40, 123.0, 1.5)
 JOB = """
@@ -92,6 +94,17 @@ def test_doctor_tells_by_its_status_whether_all_is_well(runner, monkeypatch):
         "healthy": False,
         "checks": [{"name": "torch", "verdict": "fail", "found": "2.1", "remedy": "make setup"}],
     }
+
+
+def test_inspect_prints_json_alone_with_json_and_tables_without(runner, tmp_path):
+    document = mask_document(snapshot())
+    write_json(tmp_path / "job" / "topk" / "mask_info.json", document)
+    machine = runner.invoke(cli.app, ["inspect", str(tmp_path / "job"), "--json"])
+    assert json.loads(machine.stdout) == {"topk": document}
+    people = runner.invoke(cli.app, ["inspect", str(tmp_path / "job")])
+    assert (people.exit_code, "rows and bytes by tier" in people.stdout) == (0, True)
+    absent = runner.invoke(cli.app, ["inspect", str(tmp_path / "absent")])
+    assert (absent.exit_code, "is no folder" in absent.stderr) == (2, True)
 
 
 def test_shard_refuses_buckets_that_do_not_exist(runner):

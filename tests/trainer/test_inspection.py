@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from embedding_server.errors import InvalidInput
+from tests.trainer.masks import snapshot
+from trainer.inspection import describe, read_run
+from trainer.mask_report import MASK_FILE, mask_document
+from trainer.report import write_json
+
+DOCUMENT = mask_document(snapshot())
+
+
+def text_of(documents) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    for part in describe(documents):
+        console.print(part)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for at, arm in enumerate(["topk", "idle"]):
+        path = tmp_path / "runs" / "job" / arm / MASK_FILE
+        write_json(path, {**DOCUMENT, "arm": arm})
+        os.utime(path, (1000 + at, 1000 + at))
+    return tmp_path / "runs" / "job"
+
+
+def test_a_run_is_read_by_folder_by_name_and_by_arm(run, monkeypatch):
+    assert list(read_run(run)) == ["topk", "idle"]  # as they ended
+    assert read_run(run / "idle") == {"idle": {**DOCUMENT, "arm": "idle"}}
+    monkeypatch.chdir(run.parents[1])
+    assert list(read_run(Path("job"))) == ["topk", "idle"]
+    assert list(read_run(Path("runs/job"))) == ["topk", "idle"]
+
+
+def test_what_is_no_run_is_refused(tmp_path, run):
+    with pytest.raises(InvalidInput, match=r"absent: is no folder; give the folder of a run"):
+        read_run(tmp_path / "absent")
+    with pytest.raises(InvalidInput, match=rf"no arm in it has a {MASK_FILE}"):
+        read_run(tmp_path)
+    for content in ("{", "[]", '{"job": 1}', "\udcff"):
+        (run / "topk" / MASK_FILE).write_text(content, errors="surrogateescape")
+        with pytest.raises(InvalidInput, match=rf"topk.{MASK_FILE}: .*run the job again"):
+            read_run(run)
+
+
+def test_people_see_rows_bytes_moves_ranks_heat_and_events():
+    text = text_of({"topk": DOCUMENT})
+    assert "job, arm topk: step 50, 5,000 samples" in text
+    user = [line for line in text.splitlines() if "user" in line]
+    assert all(part in user[0] for part in ("topk", "30", "75%", "70", "300 B", "350 B", "900 B"))
+    assert all(part in user[1] for part in ("60", "20", "9", "4", "2"))
+    assert all(part in user[2] for part in ("1.5", "75.0%", "0.4", "600", "300 (33%)", "12.00 kB"))
+    assert "+0.0040 (+0.0030 to +0.0050) !" in user[2]
+    assert "table 'user' holds 75% of all hot rows" in text
+    assert "event: something" in text
+    assert "all" in text
+
+
+def test_heat_is_drawn_an_octave_a_column():
+    lines = text_of({"topk": DOCUMENT}).splitlines()
+    (hot,) = [line for line in lines if "user hot" in line]
+    (frozen,) = [line for line in lines if "user frozen" in line]
+    assert hot.endswith("|        █▄| 30 rows")
+    assert frozen.endswith("|█         | 70 rows")
+    assert lines[lines.index(frozen) + 1].index("#") == hot.index("█")
+
+
+def test_a_table_without_rows_and_without_a_verdict():
+    empty = replace(snapshot(), control={}, traffic={}, step=0)
+    text = text_of({"a": mask_document(empty)})
+    assert "film" in text
+    assert "control" in text
+
+
+def test_inspecting_imports_neither_torch_nor_numba():
+    code = "import sys, trainer.inspection; print([m for m in ('torch', 'numba', 'ray') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
+def test_documents_survive_json():
+    assert json.loads(json.dumps(DOCUMENT, allow_nan=False)) == DOCUMENT
