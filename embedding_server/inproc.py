@@ -51,7 +51,7 @@ class InprocStore(EmbeddingStore):
         backend: str = "auto",
         timeout_s: float = 60.0,
         threads: int = 1,
-        writes_in_background: bool = False,
+        writes_in_background: bool = True,
     ) -> None:
         """timeout_s bounds the wait for other workers, after which StoreUnavailable says who is missing.
 
