@@ -5,6 +5,7 @@ Exit status: 0 done, 1 failed, 2 the input is wrong (a job file, an option), 130
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,11 @@ def size_bytes(text: str | int) -> int:
         return int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError:
         raise typer.BadParameter(f"{text!r} is not a size; write bytes, or text like 4GiB") from None
+
+
+def quiet_torch() -> None:
+    """torchrec 1.8 makes torch warn there on import, about a function that it means to use."""
+    logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: False)
 
 
 @contextmanager
