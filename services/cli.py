@@ -7,14 +7,14 @@ with --json; what people read goes to standard error then.
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from services.command_options import JobFile, JsonOption, SettingsOption, errors_to_exit_status, size_bytes
+from services import tune_commands
+from services.command_options import JobFile, JsonOption, SettingsOption, errors_to_exit_status, quiet_torch, size_bytes
 
 if TYPE_CHECKING:
     from trainer.job import Job
@@ -58,8 +58,7 @@ def train(
         from trainer.job import load_job
 
         set_environment()
-        # torchrec 1.8 makes torch warn there on import, about a function that it means to use
-        logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: False)
+        quiet_torch()
         job = load_job(job_file, settings or [])
         document = _train(job, console)
     if as_json:
@@ -154,6 +153,9 @@ def shard(
         )
         status = run_shard(options)
     raise typer.Exit(status)
+
+
+tune_commands.add_to(app)
 
 
 @app.command()
