@@ -7,14 +7,23 @@ cannot be rehashed, and copying its cells keeps their noise): no gain for an ans
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from embedding_server.index import Index
+from embedding_server.hot_limit import note_limit, take_slots
+from embedding_server.index import INITIAL, Index
+from embedding_server.ranking import enters_hot
+
+if TYPE_CHECKING:
+    from embedding_server.table import Table
 
 _NUM_BUCKETS = 64
 _BYTES_PER_ID = 19
 _MAX_HALVINGS = 32
 _PURGE_ABOVE = 0.5  # share of admitted IDs from which the index is built anew without them
+_WAITING_SHARE = 16  # IDs below min_count take at most 1/16 of the memory limit, then their counts are halved
+_ENTRY_COST = 22  # bytes of index that a new row costs at the lowest load, 0.7
 
 
 class VisitCounts:
@@ -71,3 +80,43 @@ class VisitCounts:
         waiting = entries.locations != 0
         self._index, self._admitted = Index(_NUM_BUCKETS), 0
         self._index.insert(entries.row_ids[waiting], entries.locations[waiting])
+
+
+def admit(table: Table, row_ids: np.ndarray, first_visit: np.ndarray, step: int) -> None:
+    """Gives a row to each ID that has earned one; the others go on reading the default row.
+
+    row_ids int64[n] have none and are distinct; first_visit bool[n]: no earlier Pull of the step named it.
+    """
+    if table.waiting is not None:
+        table.waiting.fit(table.budget.limit_bytes // _WAITING_SHARE, row_ids.shape[0])
+        row_ids = row_ids[table.waiting.visit(row_ids, first_visit) >= table.spec.policy.min_count]
+    above = enters_hot(table, row_ids, step)
+    slots = take_slots(table, int(above.sum()), step, entry_bytes=_ENTRY_COST)
+    if slots.shape[0] < above.sum():
+        dropped = np.flatnonzero(above)[slots.shape[0] :]
+        row_ids, above = np.delete(row_ids, dropped), np.delete(above, dropped)
+    _insert_hot(table, row_ids[above], slots, step)
+    below = _insert_initial(table, row_ids[~above], step)
+    if table.waiting is not None:
+        table.waiting.forget(np.concatenate([row_ids[above], below]))
+
+
+def _insert_hot(table: Table, row_ids: np.ndarray, slots: np.ndarray, step: int) -> None:
+    entries, _, _ = table.index.insert(row_ids, slots.astype(np.uint32))
+    table.hot.initialise(slots, row_ids, table.spec)
+    table.last_step.array[slots, 0] = step
+    table.visits.array[slots, 0] = table.spec.policy.min_count
+    table.bump_heat(entries, np.ones(entries.shape[0], np.bool_), step)
+
+
+def _insert_initial(table: Table, row_ids: np.ndarray, step: int) -> np.ndarray:
+    """Rows that start frozen, at their initial value, as far as the index may grow. Returns those that have one now."""
+    room = max(0, table.budget.free_bytes) // _ENTRY_COST
+    if room < row_ids.shape[0]:
+        note_limit(table, row_ids.shape[0] - room)
+        row_ids = row_ids[:room]
+    if row_ids.shape[0]:
+        entries, _, used = table.index.insert(row_ids, np.full(row_ids.shape[0], INITIAL))
+        table.rows_frozen += used
+        table.bump_heat(entries, np.ones(used, np.bool_), step)
+    return row_ids

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from embedding_server.table import Table
 
 _ROWS_AT_ONCE = 8192  # rows that freeze at once: 2 MB of weights, which stay in cache from reading to quantising
-_LEAST_COLDEST = 1 / 16  # at the memory limit this share of the hot rows freezes at once: the scan is paid once
 
 
 def can_freeze_now(table: Table, rows: int) -> bool:
@@ -91,26 +90,6 @@ def thaw(table: Table, addresses: np.ndarray, locations: np.ndarray, row_ids: np
     table.rows_frozen -= n
     table.moves_thawed += n
     return n
-
-
-def freeze_coldest(table: Table, rows: int, step: int) -> int:
-    """At the memory limit: freezes at least `rows` of the coldest hot rows. Returns how many slots came free.
-
-    Rows visited at this step or the one before stay, since their gradients may still be on the way.
-    """
-    if table.spec.policy.kind == "off":
-        return 0
-    last_step = table.last_step.array.reshape(-1)
-    entries = table.index.scan_unvisited(0, table.index.num_buckets, last_step, step - 2)
-    num_hot = entries.row_ids.shape[0]
-    wanted = min(num_hot, max(rows, int(num_hot * _LEAST_COLDEST)))
-    if not wanted:
-        return 0
-    coldest = np.sort(np.argpartition(entries.heat, wanted - 1)[:wanted])  # sorted: back in bucket order
-    table.segments.open_builder(step)
-    frozen, _ = freeze(table, entries.take(coldest))
-    table.segments.seal()
-    return frozen
 
 
 def _read_back(table: Table, slots: np.ndarray, locations: np.ndarray) -> None:

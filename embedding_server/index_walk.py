@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from embedding_server.index import Index
@@ -12,4 +14,13 @@ ENTRIES_PER_SLICE = 65_536  # scanned a call; at 2 M freezes a second a slice st
 def slice_end(index: Index, first: int, budget: int) -> int:
     """The first bucket not to scan: as many whole buckets as hold about `budget` entries, at least one."""
     ends = np.cumsum(index.counts[first:])
-    return first + max(1, int(np.searchsorted(ends, budget, side="right")))
+    return min(index.num_buckets, first + max(1, int(np.searchsorted(ends, budget, side="right"))))
+
+
+def slices(index: Index) -> Iterator[tuple[int, int]]:
+    """[first, last) bucket ranges of about ENTRIES_PER_SLICE entries each, over the whole index."""
+    first = 0
+    while first < index.num_buckets:
+        last = slice_end(index, first, ENTRIES_PER_SLICE)
+        yield first, last
+        first = last

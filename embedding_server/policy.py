@@ -2,6 +2,7 @@
 
     off    nothing freezes
     idle   a hot row without a visit in idle_steps freezes; any training visit thaws it (table.py, at the Pull)
+    compact  as idle, but an idle row with fewer than forget_below visits is forgotten
     topk   past probation, rows above the frostline are hot and the others frozen, decided at a re-selection
 
 `select: random` ranks by a hash instead of by heat: the control that must do worse. `select: score` ranks by a function
@@ -84,9 +85,9 @@ def may_move(frostline: Frostline, bins: np.ndarray, row_ids: np.ndarray, step: 
     return may
 
 
-def is_idle(policy: PolicySpec, last_step: np.ndarray, step: int) -> np.ndarray:
-    """bool[n]: a hot row that nobody visited in the last idle_steps steps up to `step`."""
-    return last_step + policy.idle_steps <= step
+def idle_until(policy: PolicySpec, step: int) -> int:
+    """Rows last visited at this step or earlier are idle at `step`: no visit in the last idle_steps steps."""
+    return step - policy.idle_steps
 
 
 def hot_fraction_at(policy: PolicySpec, step: int) -> float:

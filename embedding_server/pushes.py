@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -82,3 +83,15 @@ def default_update(name: str, chunks: list[ShardGradients]) -> tuple[str, np.nda
     if not np.isfinite(total).all():
         raise InvalidInput(f"table {name!r}: the default row's gradient, summed over the workers, is not finite")
     return name, total, chunks[0].learning_rate
+
+
+def complete(future: Future[PushAck], ack: PushAck) -> None:
+    """Answers who still waits."""
+    if not future.cancelled():
+        future.set_result(ack)
+
+
+def fail(future: Future[Any], error: Exception) -> None:
+    """As complete, with an error."""
+    if not future.cancelled():
+        future.set_exception(error)

@@ -1,8 +1,11 @@
-"""Re-selection: the pass that freezes idle rows (policy idle) or splits rows at the frostline (policy topk).
+"""Re-selection: the pass that decides which rows stay hot.
 
-Which rows rank above the frostline is ranking.py. The pass runs in bounded slices, bucket by bucket, so that a shard
-stays responsive; the caller repeats until it is done. The segment that a pass fills is sorted by bucket because the
-pass is.
+    idle      hot rows without a visit in idle_steps freeze
+    compact   likewise, but those with fewer than forget_below visits are forgotten (forgetting.py)
+    topk      rows below the frostline freeze, rows above it thaw (ranking.py)
+
+Rows of the control group neither freeze nor are forgotten here. The segment that a pass fills is sorted by bucket
+because the pass is.
 """
 
 from __future__ import annotations
@@ -10,90 +13,89 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from embedding_server.forgetting import forget, idle_rare_frozen
 from embedding_server.freezing import freeze, thaw
-from embedding_server.index import FROZEN_BIT, Entries
-from embedding_server.index_walk import ENTRIES_PER_SLICE, slice_end
-from embedding_server.policy import is_idle
+from embedding_server.index import Entries
+from embedding_server.policy import idle_until
 from embedding_server.ranking import entries_per_slice, split_at_frostline
 from embedding_server.store import Frostline, Moves
+from embedding_server.table_pass import TablePass
 
 if TYPE_CHECKING:
     from embedding_server.table import Table
 
+IDLE_POLICIES = ("idle", "compact")  # a row freezes when it is idle, and thaws at a visit
 
-class Reselection:
-    """One pass over the tables of a shard at one step. `advance` does a slice."""
+
+class Reselection(TablePass):
+    """The pass over tables of policy idle and compact, and of policy topk with a frostline."""
 
     def __init__(self, tables: Mapping[str, Table], step: int, frostlines: Mapping[str, Frostline]) -> None:
-        self.step = step
-        self.frostlines = dict(frostlines)
-        self._waiting = [t for t in tables.values() if t.spec.policy.kind == "idle" or t.spec.name in frostlines]
-        self._table: Table | None = None
-        self._bucket = 0
+        key = ("re-selection", step, tuple(sorted(frostlines.items(), key=lambda item: item[0])))
+        chosen = [t for n, t in tables.items() if t.spec.policy.kind in IDLE_POLICIES or n in frostlines]
+        super().__init__(key, chosen, step)
+        self._frostlines = dict(frostlines)
+        self._ranked = self._ranked_before = self._rare_left = 0
 
-    def advance(self) -> tuple[dict[str, Moves], bool]:
-        """Handles at most about ENTRIES_PER_SLICE entries. Returns what moved in this slice and whether all is done."""
-        moves: dict[str, Moves] = {}
-        budget = ENTRIES_PER_SLICE
-        while budget > 0:
-            if self._table is None and not self._next_table():
-                return moves, True
-            table = self._table
-            assert table is not None
-            share = entries_per_slice(table) / ENTRIES_PER_SLICE  # less than 1 if each entry is more work
-            last = slice_end(table.index, self._bucket, int(budget * share))
-            budget -= max(1, int(table.index.count_in(self._bucket, last) / share))
-            done = _reselect_buckets(table, self._bucket, last, self.step)
-            moves[table.spec.name] = moves.get(table.spec.name, Moves()) + done
-            self._bucket = last
-            if last == table.index.num_buckets:
-                self._end_table()
-        return moves, self._table is None and not self._waiting
-
-    def abandon(self) -> None:
-        """Ends the pass where it stands, leaving every table whole: a new epoch has begun."""
-        if self._table is not None:
-            self._end_table()
-        self._waiting.clear()
-
-    def _next_table(self) -> bool:
-        if not self._waiting:
-            return False
-        table = self._table = self._waiting.pop(0)
-        self._bucket = 0
-        table.move_origin_of_heat(self.step)
+    def begin(self, table: Table) -> None:
+        super().begin(table)
         table.rows_unfreezable = 0
-        if table.spec.name in self.frostlines:
-            table.frostline = self.frostlines[table.spec.name]
+        if table.spec.name in self._frostlines:
+            table.frostline = self._frostlines[table.spec.name]
+        self._ranked = self._ranked_before = self._rare_left = 0
         table.segments.open_builder(self.step)
-        return True
 
-    def _end_table(self) -> None:
-        assert self._table is not None
-        self._table.segments.seal()
-        self._table.begin_compaction()
-        self._table = None
+    def slice_entries(self, table: Table) -> int:
+        return entries_per_slice(table)
 
+    def handle(self, table: Table, first: int, last: int) -> Moves:
+        if table.spec.policy.kind == "topk":
+            moves = self._split(table, table.index.scan(first, last))
+        else:
+            moves = self._retire(table, first, last)
+        table.rows_unfreezable += moves.unfreezable
+        return moves
 
-def _reselect_buckets(table: Table, first: int, last: int, step: int) -> Moves:
-    entries = table.index.scan(first, last)
-    if table.spec.policy.kind == "idle":
-        hot = np.flatnonzero((entries.locations & FROZEN_BIT) == 0)
-        last_step = table.last_step.array[entries.locations[hot], 0]
-        freezes, thaws = hot[is_idle(table.spec.policy, last_step, step)], np.empty(0, np.int64)
-    else:
-        split = split_at_frostline(table, entries, step)
-        freezes, thaws = split.freezes, split.thaws
-    frozen, unfreezable = freeze(table, _take(entries, freezes)) if freezes.shape[0] else (0, 0)
-    table.rows_unfreezable += unfreezable
-    thawed = 0
-    if thaws.shape[0]:
-        warm = _take(entries, thaws)
-        thawed = thaw(table, warm.addresses, warm.locations, warm.row_ids, step)
-    return Moves(frozen, thawed, unfreezable)
+    def end(self, table: Table, *, finished: bool) -> None:
+        table.segments.seal()
+        if finished:
+            table.has_rare_frozen = self._rare_left > 0
+            table.rows_ranked, table.rows_ranked_before = self._ranked, self._ranked_before
+        super().end(table, finished=finished)
 
+    def _retire(self, table: Table, first: int, last: int) -> Moves:
+        """Idle rows freeze, or are forgotten."""
+        policy = table.spec.policy
+        last_step = table.last_step.array.reshape(-1)
+        idle = table.index.scan_unvisited(first, last, last_step, idle_until(policy, self.step))
+        idle = idle.take(~table.is_control(idle.row_ids))
+        if policy.kind == "idle":
+            frozen, unfreezable = self._freeze(table, idle)
+            table.moves_frozen_idle += frozen
+            return Moves(frozen, 0, unfreezable)
+        is_rare = table.visits.array[idle.locations, 0] < policy.forget_below
+        frozen, unfreezable = self._freeze(table, idle.take(~is_rare))
+        table.moves_frozen_idle += frozen
+        forgotten = forget(table, idle.take(is_rare))
+        if table.has_rare_frozen:
+            entries = table.index.scan(first, last)
+            at, left = idle_rare_frozen(table, entries, self.step)
+            self._rare_left += left
+            forgotten += forget(table, entries.take(at))
+        return Moves(frozen, 0, unfreezable, forgotten)
 
-def _take(entries: Entries, at: np.ndarray) -> Entries:
-    return Entries(entries.row_ids[at], entries.addresses[at], entries.locations[at], entries.heat[at])
+    def _split(self, table: Table, entries: Entries) -> Moves:
+        """Rows move to their side of the frostline."""
+        split = split_at_frostline(table, entries, self.step)
+        frozen, unfreezable = self._freeze(table, entries.take(split.freezes))
+        warm = entries.take(split.thaws)
+        thawed = thaw(table, warm.addresses, warm.locations, warm.row_ids, self.step) if split.thaws.shape[0] else 0
+        table.moves_frozen_rank += frozen
+        table.moves_thawed_rank += thawed
+        self._ranked += split.rows_kept + thawed
+        self._ranked_before += split.rows_kept
+        return Moves(frozen, thawed, unfreezable)
+
+    @staticmethod
+    def _freeze(table: Table, entries: Entries) -> tuple[int, int]:
+        return freeze(table, entries) if entries.row_ids.shape[0] else (0, 0)

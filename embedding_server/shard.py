@@ -19,28 +19,34 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
+from embedding_server.advance import Advances, check_first_bucket
 from embedding_server.epochs import load_epochs, save_epochs
-from embedding_server.errors import (
-    FencedEpoch,
-    InvalidInput,
-    NotReady,
-    TableConflict,
-)
+from embedding_server.errors import FencedEpoch, InvalidInput, NotReady, TableConflict
 from embedding_server.heap import release_free_heap
+from embedding_server.hot_limit import give_back_others
 from embedding_server.hot_path import HotPath
 from embedding_server.kernels import choose_backend
-from embedding_server.pushes import Push, ShardGradients, check_parts, check_wire_dtype, default_update, update_of
-from embedding_server.ranking import heat_histogram, histogram_end
+from embedding_server.pushes import (
+    Push,
+    ShardGradients,
+    check_parts,
+    check_wire_dtype,
+    complete,
+    default_update,
+    fail,
+    update_of,
+)
+from embedding_server.ranking import histogram_end
 from embedding_server.request_checks import RequestChecks
-from embedding_server.reselection import Reselection
 from embedding_server.scores import check_score
 from embedding_server.slots import MemoryBudget
-from embedding_server.spec import TableSpec
+from embedding_server.spec import TableSpec, differing_fields
 from embedding_server.steps import JobSteps
 from embedding_server.store import (
     NUM_BUCKETS,
@@ -48,6 +54,7 @@ from embedding_server.store import (
     Frostline,
     HeatHistogram,
     Identity,
+    MaskInfo,
     Moves,
     PlacedRows,
     PushAck,
@@ -58,6 +65,7 @@ from embedding_server.store import (
     WireDtype,
 )
 from embedding_server.table import Table
+from embedding_server.table_stats import mask_info_of
 from embedding_server.table_threads import TableThreads
 
 __all__ = ["Shard", "ShardGradients"]
@@ -76,7 +84,6 @@ class _Job:
     #: default-row gradients of pipelined pushes, by step and worker, until all workers' are here
     defaults: dict[int, dict[int, dict[str, ShardGradients]]] = field(default_factory=dict)
     waiting_pulls: list[tuple[int, Callable[[], None], Future[Any]]] = field(default_factory=list)
-    reselection: Reselection | None = None
 
 
 class Shard:
@@ -110,9 +117,10 @@ class Shard:
         self._threads = TableThreads(threads)
         self._rows = HotPath(self._threads)
         self._checks = RequestChecks(self._tables, self.buckets)
+        self._advances = Advances(self._tables)
         self._jobs: dict[str, _Job] = {}
         self._events: deque[str] = deque(maxlen=MAX_EVENTS)
-        self._moves_at_release = 0  # rows frozen and thawed before the last release_free_heap
+        self._moves_at_release = 0  # rows frozen, thawed, forgotten before the last release_free_heap
         for job, epoch in load_epochs(self.data_dir).items():
             self._jobs[job] = _Job(JobSteps(job))
             self._jobs[job].steps.epoch = epoch
@@ -134,7 +142,7 @@ class Shard:
                 fresh[spec.name] = spec
             elif known != spec:
                 raise TableConflict(
-                    f"table {spec.name!r} exists with another spec ({_difference(known, spec)});"
+                    f"table {spec.name!r} exists with another spec ({differing_fields(known, spec)});"
                     " use the same spec or another name"
                 )
         for spec in fresh.values():
@@ -143,21 +151,12 @@ class Shard:
                 backend=self._backend,
                 data_dir=self.data_dir,
                 budget=self._budget,
-                num_buckets=NUM_BUCKETS,
+                buckets=self.buckets,
                 on_event=self._events.append,
                 writer=self._writer,
-                ask_others=self._make_room,
+                ask_others=partial(give_back_others, self._tables),
             )
             self._rows.add(table)
-
-    def _make_room(self, asking: Table, size_bytes: int, step: int) -> None:
-        """Lets the other tables of the asking one's job freeze their coldest rows, the largest first."""
-        target = self._budget.free_bytes + size_bytes
-        others = [t for t in self._tables.values() if t is not asking and t.job == asking.job]
-        for table in sorted(others, key=lambda t: t.slots.num_taken * t.hot_row_bytes, reverse=True):
-            if self._budget.free_bytes >= target:
-                return
-            table.give_back(target - self._budget.free_bytes, step)
 
     def table_specs(self) -> dict[str, TableSpec]:
         return {name: table.spec for name, table in self._tables.items()}
@@ -183,11 +182,9 @@ class Shard:
         state.waiting_pulls.clear()
         if not same_workers:
             state.defaults.clear()
-        if state.reselection is not None:
-            state.reselection.abandon()
-            state.reselection = None
+        self._advances.abandon(job)
         for future in fenced:
-            _fail(future, FencedEpoch(f"job {job!r}: epoch {epoch} has begun; stop this worker", epoch))
+            fail(future, FencedEpoch(f"job {job!r}: epoch {epoch} has begun; stop this worker", epoch))
         return state.steps.info()
 
     # Pull -------------------------------------------------------------------------------------------------------------
@@ -269,7 +266,7 @@ class Shard:
                     try:
                         run()
                     except Exception as error:  # it belongs to this Pull, not to the call that let it run
-                        _fail(future, error)
+                        fail(future, error)
                     progressed = True
 
     # Push -------------------------------------------------------------------------------------------------------------
@@ -357,13 +354,13 @@ class Shard:
             applied, ignored = self._apply_tables(job, names, chunks, step)
         except InvalidInput as error:  # a sum over the workers overflowed: nothing was applied
             for future in waiting:
-                _fail(future, error)
+                fail(future, error)
             return
         self._apply_defaults(job, [default for default in defaults if default], step)
         for worker in range(job.steps.num_workers):
             job.steps.note_push(worker, step)
         for future in waiting:
-            _complete(future, PushAck(step, applied, ignored, duplicate=False))
+            complete(future, PushAck(step, applied, ignored, duplicate=False))
 
     def _apply_one(self, job: _Job, worker: int) -> None:
         """pipelined: applies one worker's push; default rows wait for all workers, so that all shards agree on them."""
@@ -393,7 +390,7 @@ class Shard:
                     continue
                 self._apply_defaults(job, [update] if update else [], step)
         for future in push.waiting:
-            _complete(future, PushAck(push.step, applied, ignored, duplicate=False))
+            complete(future, PushAck(push.step, applied, ignored, duplicate=False))
 
     def _apply_tables(
         self, job: _Job, names: list[str], chunks: list[list[tuple[ShardGradients, WireDtype]]], step: int
@@ -419,40 +416,28 @@ class Shard:
 
         Returns the next first_bucket, NUM_BUCKETS when all are counted.
         """
-        self._job(who).steps.check_barrier(step)
-        if not 0 <= first_bucket < NUM_BUCKETS:
-            raise InvalidInput(f"first_bucket={first_bucket} must be in [0, {NUM_BUCKETS}); start at 0")
-        tables = {n: table for n, table in self._tables_of(who.job).items() if table.spec.policy.kind == "topk"}
-        last = histogram_end(tables.values(), first_bucket)
-        return {name: heat_histogram(table, step, first_bucket, last) for name, table in tables.items()}, last
+        self._check_barrier(who, step)
+        return self._advances.heat_slice(who.job, step, first_bucket)
 
     def heat_histograms(self, who: Identity, step: int) -> dict[str, HeatHistogram]:
         """All slices at once."""
-        total, bucket = self.heat_slice(who, step, 0)
-        while bucket < NUM_BUCKETS:
-            part, bucket = self.heat_slice(who, step, bucket)
-            total = {name: histogram + part[name] for name, histogram in total.items()}
-        return total
+        self._check_barrier(who, step)
+        return self._advances.heat_histograms(who.job, step)
 
     def reselect(self, who: Identity, step: int, frostlines: Mapping[str, Frostline]) -> tuple[dict[str, Moves], bool]:
         """One slice of the pass; (moves of this slice, done). Call again with the same arguments until done."""
-        job = self._job(who)
-        job.steps.check_barrier(step)
+        self._check_barrier(who, step)
         for name, frostline in frostlines.items():
             self._checks.frostline(who.job, name, frostline)
-        current = job.reselection
-        if current is None or current.step != step or current.frostlines != dict(frostlines):
-            if current is not None:
-                current.abandon()
-            current = job.reselection = Reselection(self._tables_of(who.job), step, frostlines)
-        moves, done = current.advance()
-        if done:
-            job.reselection = None
-        return moves, done
+        return self._advances.reselect(who.job, step, frostlines)
 
-    def _tables_of(self, job: str) -> dict[str, Table]:
-        """Tables that the job trains, and those that nobody has trained yet."""
-        return {name: table for name, table in self._tables.items() if table.job in (None, job)}
+    def end_data_pass(self, who: Identity, step: int) -> tuple[dict[str, Moves], bool]:
+        """One slice of forgetting what is rare (epoch_end: forget_rare), as reselect."""
+        self._check_barrier(who, step)
+        return self._advances.end_data_pass(who.job, step)
+
+    def _check_barrier(self, who: Identity, step: int) -> None:
+        self._job(who).steps.check_barrier(step)
 
     # Look-up, statistics, background ----------------------------------------------------------------------------------
 
@@ -477,11 +462,21 @@ class Shard:
         """By table, what Table.fixed_bytes gives."""
         return {name: table.fixed_bytes() for name, table in self._tables.items()}
 
+    def mask_info(self, first_bucket: int) -> tuple[dict[str, MaskInfo], int]:
+        """What is hot and what is frozen, by table; heat of the buckets from first_bucket on, as many as fit a bounded
+        call.
+
+        Returns the next first_bucket, NUM_BUCKETS when all are counted.
+        """
+        check_first_bucket(first_bucket)
+        last = histogram_end(self._tables.values(), first_bucket)
+        return {name: mask_info_of(table, first_bucket, last) for name, table in self._tables.items()}, last
+
     def maintain(self) -> bool:
         """One slice of background work of some table: compaction, segment files, merges. True if more is waiting."""
         if any(table.maintain() for table in self._tables.values()):
             return True
-        moves = sum(table.moves_frozen + table.moves_thawed for table in self._tables.values())
+        moves = sum(table.moves_frozen + table.moves_thawed + table.moves_forgotten for table in self._tables.values())
         if moves - self._moves_at_release > _MOVES_BETWEEN_RELEASES:
             release_free_heap()
             self._moves_at_release = moves
@@ -503,19 +498,3 @@ class Shard:
             raise NotReady(f"job {who.job!r}: no epoch has begun on this shard; call BeginEpoch first")
         job.steps.check(who)
         return job
-
-
-def _difference(known: TableSpec, wanted: TableSpec) -> str:
-    """The fields that differ, `field: known != wanted`."""
-    a, b = known.model_dump(), wanted.model_dump()
-    return ", ".join(f"{key}: {a[key]} != {b[key]}" for key in a if a[key] != b[key])
-
-
-def _complete(future: Future[PushAck], ack: PushAck) -> None:
-    if not future.cancelled():
-        future.set_result(ack)
-
-
-def _fail(future: Future[Any], error: Exception) -> None:
-    if not future.cancelled():
-        future.set_exception(error)

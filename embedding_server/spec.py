@@ -51,7 +51,9 @@ class ScheduleSpec(_Spec):
     kind: Literal["constant", "linear", "cubic"] = "constant"
     warmup_steps: int = Field(0, ge=0, description="steps at share 1 before the schedule begins")
     steps: int = Field(1, ge=1, description="linear, cubic: steps from share 1 to the final share")
-    every_steps: int = Field(1, ge=1, description="the share changes only at multiples of this many steps after warm-up")
+    every_steps: int = Field(
+        1, ge=1, description="the share changes only at multiples of this many steps after warm-up"
+    )
 
 
 class PolicySpec(_Spec):
@@ -123,3 +125,9 @@ class TableSpec(_Spec):
                 f"table {self.name!r}: init_min={self.init_min} is above init_max={self.init_max}; swap them"
             )
         return self
+
+
+def differing_fields(known: TableSpec, wanted: TableSpec) -> str:
+    """The fields that differ, as `field: known != wanted`."""
+    a, b = known.model_dump(), wanted.model_dump()
+    return ", ".join(f"{key}: {a[key]} != {b[key]}" for key in a if a[key] != b[key])

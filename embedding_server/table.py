@@ -1,6 +1,7 @@
 """A table of one shard: index + hot rows + segments + heat. What a Pull, a Push and a look-up do to it.
 
-Where rows move is elsewhere: freezing.py (a row freezes, a row thaws), reselection.py (the pass that decides).
+Where rows move is elsewhere: admission.py (an ID gets a row), freezing.py (a row freezes, a row thaws), forgetting.py
+(a row goes), hot_limit.py (room under the limits of bytes), compaction.py (slots); reselection.py decides.
 
 Thread safety: none; the thread that owns the shard owns its tables.
 Invariants:
@@ -21,12 +22,13 @@ from pathlib import Path
 
 import numpy as np
 
-from embedding_server import heat
-from embedding_server.admission import VisitCounts
+from embedding_server import compaction, heat
+from embedding_server.admission import VisitCounts, admit
 from embedding_server.errors import InvalidInput
-from embedding_server.freezing import freeze_coldest, thaw
+from embedding_server.freezing import thaw
+from embedding_server.hot_limit import give_back, rows_under_cap, take_slots
 from embedding_server.hot_rows import CpuHotRows, ReservedHotRows
-from embedding_server.index import BYTES_PER_SLOT, FROZEN_BIT, HEAT_BYTES, INITIAL, Index
+from embedding_server.index import FROZEN_BIT, INITIAL, Index
 from embedding_server.kernels import Backend, tables
 from embedding_server.kernels.cpu import all_finite, initial_values
 from embedding_server.kernels.row_updates import KINDS
@@ -34,22 +36,17 @@ from embedding_server.kernels.visits import add_by_inverse, has_duplicates, hot_
 from embedding_server.kernels.wire import MODES, from_float32, wire_view
 from embedding_server.optimizers import initial_state, num_state_columns, table_seed
 from embedding_server.policy import control_buckets
-from embedding_server.ranking import enters_hot
 from embedding_server.reserved import ReservedArray
 from embedding_server.segment_builder import MAX_SEGMENT_BYTES
 from embedding_server.segments import SegmentSet
 from embedding_server.slots import MemoryBudget, Slots
 from embedding_server.spec import TableSpec
-from embedding_server.store import DEFAULT, FOUND, TRAINABLE, Frostline, TableStats, WireDtype
+from embedding_server.store import DEFAULT, FOUND, NUM_BUCKETS, TRAINABLE, Frostline, TableStats, WireDtype
+from embedding_server.table_stats import bytes_of, stats_of
 
 _STEP_BYTES, _VISIT_BYTES = 4, 1  # last_step and visits of a hot row
-_COMPACT_ABOVE = 0.125  # share of free slots from which the tail of the hot rows is given back
-_COMPACTION_SLICES = 64
-_COMPACT_AT_ONCE = 200_000  # rows: about 10 ms
 _LEAST_SEGMENT_BYTES = 1 << 20
-_WAITING_SHARE = 16  # IDs below min_count take at most 1/16 of the memory limit, then their counts are halved
 _PULLS_KEPT = 4  # a pipelined worker pushes step t after its Pull of t+1
-_ENTRY_COST = 22  # bytes of index that a new row costs at the lowest load, 0.7
 
 
 class Table:
@@ -60,20 +57,23 @@ class Table:
         backend: Backend,
         data_dir: Path,
         budget: MemoryBudget,
-        num_buckets: int,
+        buckets: np.ndarray,
         on_event: Callable[[str], None],
         writer: Executor | None = None,
         ask_others: Callable[[Table, int, int], None] = lambda table, size_bytes, step: None,
     ) -> None:
-        """`budget` bounds the bytes in memory of all tables of the shard; `on_event` takes lines for people.
+        """`budget` bounds the bytes in memory of all tables of the shard, which owns `buckets` (bool[NUM_BUCKETS]).
+
+        on_event takes lines for people.
 
         ask_others(table, size_bytes, step) makes the shard's other tables give back memory that this one needs.
         """
         self.spec = spec
         self.state_bytes_per_row = 4 * num_state_columns(spec.optimizer.kind, spec.dim) + _STEP_BYTES + _VISIT_BYTES
         self.hot_row_bytes = 4 * spec.dim + self.state_bytes_per_row
+        self.max_hot_rows = rows_under_cap(spec, buckets, self.hot_row_bytes)
         max_slots = min(budget.limit_bytes // self.hot_row_bytes + 1, 2**31 - 1)
-        self.index = Index(num_buckets)
+        self.index = Index(NUM_BUCKETS)
         self.slots = Slots(max_slots)
         self.hot = backend.hot_rows(spec.dim, spec.optimizer, max_slots)
         self.last_step = ReservedArray(max_slots, 1, np.int32)
@@ -81,7 +81,7 @@ class Table:
         self.segments = SegmentSet(
             data_dir / "segments" / _folder_name(spec.name),
             spec.name,
-            num_buckets,
+            NUM_BUCKETS,
             dim=spec.dim,
             bits=spec.policy.frozen_bits,
             executor=writer,
@@ -92,22 +92,28 @@ class Table:
         self.waiting = VisitCounts() if spec.policy.min_count > 1 else None  # IDs below min_count
         self.frostline: Frostline | None = None
         self.rows_frozen = self.rows_ignored = self.rows_unfreezable = self.rows_default_reads = 0
-        self.moves_frozen = self.moves_thawed = 0
+        self.moves_frozen = self.moves_frozen_idle = self.moves_frozen_rank = self.moves_frozen_limit = 0
+        self.moves_thawed = self.moves_thawed_visit = self.moves_thawed_rank = self.moves_forgotten = 0
+        self.rows_ranked = self.rows_ranked_before = 0  # of the last re-selection, as in MaskInfo
+        self.bytes_peak = 0
         self._default = CpuHotRows(spec.dim, spec.optimizer, 1)
         state = initial_state(spec.optimizer, spec.dim)[None]
         self._default.write(np.zeros(1, np.int32), np.zeros((1, spec.dim), np.float32), state)
         self.job: str | None = None  # whose steps the table's visits count in; set by the first training Pull
-        self._budget = budget
-        self._ask_others = ask_others
+        self.budget = budget
+        self.ask_others = ask_others
         self.on_event = on_event
-        self._is_at_limit = False
-        self._compaction_bucket = 0
+        self.is_at_limit = False
+        self.has_rare_frozen = False  # policy compact: rows that a limit froze before they were idle; see forgetting.py
+        self.limit_bucket = 0  # where freeze_coldest goes on in a large table
+        self.compaction_bucket = 0
+        self.last_step_seen = 0
         self._num_rebases = 0
         self.generation = 0  # rises whenever a row leaves its hot slot
         self._pulled: deque[tuple[np.ndarray, np.ndarray, int]] = deque(maxlen=_PULLS_KEPT)
         self._cold_step, self._cold_ids = -1, np.empty(0, np.int64)
         self._seed = table_seed(spec)
-        self._record_memory()
+        self.record_memory()
 
     # Pull and look-up: what hot_path.py asks of a table --------------------------------------------------------------
 
@@ -126,7 +132,7 @@ class Table:
         return row
 
     def visit_cold(self, row_ids: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """A training visit of rows that are not hot: counts it, thaws (policy idle), admits.
+        """A training visit of rows that are not hot: counts it, thaws (policy idle, compact), admits.
 
         int64[n] -> entry addresses and locations as they are afterwards.
         """
@@ -137,12 +143,12 @@ class Table:
         entries, locations, missing, frozen = self.index.locate(row_ids)
         first = self._first_cold_visits(row_ids, step)
         if frozen:
-            self._bump_heat(entries, first, step)
-            if self.spec.policy.kind == "idle":
+            self.bump_heat(entries, first, step)
+            if self.spec.policy.kind in ("idle", "compact"):
                 self._thaw_visited(row_ids, entries, locations, step)
         if missing:
-            self._admit(row_ids[entries == 0], first[entries == 0], step)
-        self._record_memory()
+            admit(self, row_ids[entries == 0], first[entries == 0], step)
+        self.record_memory()
         entries, locations, _, _ = self.index.locate(row_ids)
         return entries, locations
 
@@ -250,70 +256,20 @@ class Table:
         rows = np.ascontiguousarray(gradient[None, :], np.float32)
         self._default.apply(zero, rows, zero, "float32", scale, learning_rate, step)
 
-    # What moves rows ----------------------------------------------------------------------------------------------
+    # What moves rows ------------------------------------------------------------------------------------------------
 
-    def take_slots(self, n: int, step: int, *, entry_bytes: int = 0) -> np.ndarray:
-        """Up to n free hot slots, int32. At the memory limit the coldest rows freeze to make room; fewer if none can.
-
-        entry_bytes: what the index will grow by for each of them.
-        """
-        short = max(0, n - self.slots.num_free) * self.hot_row_bytes + n * entry_bytes - self._budget.free_bytes
-        if short > 0:
-            self.give_back(short, step)
-            short = max(0, n - self.slots.num_free) * self.hot_row_bytes + n * entry_bytes - self._budget.free_bytes
-        if short > 0:
-            self._ask_others(self, short, step)
-        slots = self.slots.take_free(n)
-        room = self._budget.free_bytes - slots.shape[0] * entry_bytes
-        grows = min(n - slots.shape[0], max(0, room) // (self.hot_row_bytes + entry_bytes))
-        if grows:
-            slots = np.concatenate([slots, self.slots.grow(grows)])
-        self._note_limit(n - slots.shape[0])
-        self._record_memory()
-        return slots
+    def take_slots(self, n: int, step: int) -> np.ndarray:
+        """hot_limit.take_slots for rows that have an index entry."""
+        return take_slots(self, n, step)
 
     def give_back(self, size_bytes: int, step: int) -> None:
-        """Freezes the coldest rows to bring memory down by size_bytes, as far as they go."""
-        if not freeze_coldest(self, -(-size_bytes // self.hot_row_bytes), step):
-            return
-        self.segments.flush()  # a buffer counts as memory until its file is there
-        self._compact()
-        self._record_memory()
-
-    def _admit(self, row_ids: np.ndarray, first_visit: np.ndarray, step: int) -> None:
-        """Gives a row to each ID that has earned one; the others go on reading the default row."""
-        policy = self.spec.policy
-        if self.waiting is not None:
-            self.waiting.fit(self._budget.limit_bytes // _WAITING_SHARE, row_ids.shape[0])
-            row_ids = row_ids[self.waiting.visit(row_ids, first_visit) >= policy.min_count]
-        above = enters_hot(self, row_ids, step)
-        slots = self.take_slots(int(above.sum()), step, entry_bytes=_ENTRY_COST)
-        if slots.shape[0] < above.sum():
-            dropped = np.flatnonzero(above)[slots.shape[0] :]
-            row_ids, above = np.delete(row_ids, dropped), np.delete(above, dropped)
-        self._insert(row_ids[above], slots, step)
-        below = row_ids[~above]
-        room = max(0, self._budget.free_bytes) // _ENTRY_COST
-        if room < below.shape[0]:
-            self._note_limit(below.shape[0] - room)
-            below = below[:room]
-        if below.shape[0]:
-            entries, _, used = self.index.insert(below, np.full(below.shape[0], INITIAL))
-            self.rows_frozen += used
-            self._bump_heat(entries, np.ones(used, np.bool_), step)
-        if self.waiting is not None:
-            self.waiting.forget(np.concatenate([row_ids[above], below]))
-
-    def _insert(self, row_ids: np.ndarray, slots: np.ndarray, step: int) -> None:
-        entries, _, _ = self.index.insert(row_ids, slots.astype(np.uint32))
-        self.hot.initialise(slots, row_ids, self.spec)
-        self.last_step.array[slots, 0] = step
-        self.visits.array[slots, 0] = self.spec.policy.min_count
-        self._bump_heat(entries, np.ones(entries.shape[0], np.bool_), step)
+        """hot_limit.give_back."""
+        give_back(self, size_bytes, step)
 
     def _thaw_visited(self, row_ids: np.ndarray, entries: np.ndarray, locations: np.ndarray, step: int) -> None:
         at = np.flatnonzero((entries != 0) & ((locations & FROZEN_BIT) != 0))
         thawed = at[: thaw(self, entries[at], locations[at], row_ids[at], step)]
+        self.moves_thawed_visit += thawed.shape[0]
         slots = self.index.locate(row_ids[thawed])[1]
         self.visits.array[slots, 0] = np.minimum(254, self.visits.array[slots, 0]) + 1
 
@@ -328,28 +284,24 @@ class Table:
 
     # Heat, memory, statistics ---------------------------------------------------------------------------------------
 
-    def _bump_heat(self, entries: np.ndarray, counted: np.ndarray, step: int) -> None:
+    def bump_heat(self, entries: np.ndarray, counted: np.ndarray, step: int) -> None:
+        """One visit for each entry with counted[i]; address 0 is skipped."""
         if self.spec.policy.kind != "off":  # nothing reads it there
             now = heat.now_code(step, self.spec.policy.half_life_steps)
             self.index.bump_heat(entries, counted, now, step, heat.LOG_TABLE)
 
     def move_origin_of_heat(self, step: int) -> None:
+        self.last_step_seen = max(self.last_step_seen, step)
         times = heat.num_rebases(step, self.spec.policy.half_life_steps) - self._num_rebases
         if times > 0:
             self.index.lower_heat(int(heat.CODES_PER_REBASE) * times)
             self._num_rebases += times
 
-    def _note_limit(self, missing_slots: int) -> None:
-        if missing_slots and not self._is_at_limit:
-            self.on_event(
-                f"table {self.spec.name!r}: the shard is at memory_limit_bytes={self._budget.limit_bytes} and nothing"
-                " can freeze; new IDs read the default row. Raise the limit, add shards, or set a policy that freezes"
-            )
-        self._is_at_limit = missing_slots > 0
-
-    def _record_memory(self) -> None:
+    def record_memory(self) -> None:
+        """Tells the budget what the table holds now, and notes the peak of its bytes."""
         held = self.slots.high_water * self.hot_row_bytes + self.index.size_bytes + self.segments.bytes_in_memory
-        self._budget.record(self.spec.name, held + (self.waiting.size_bytes if self.waiting else 0))
+        self.budget.record(self.spec.name, held + (self.waiting.size_bytes if self.waiting else 0))
+        self.bytes_peak = max(self.bytes_peak, sum(bytes_of(self).values()))
 
     def probation_mask(self, locations: np.ndarray) -> np.ndarray:
         """bool[n]: hot rows that have not yet had probation_visits visits; policy topk only."""
@@ -367,61 +319,18 @@ class Table:
 
     # Background work ------------------------------------------------------------------------------------------------
 
-    def begin_compaction(self) -> None:
-        """Gives the tail of the hot rows back if enough slots are free: a small table's at once, before new rows can
-        take the holes; a large one's in slices of `maintain`."""
-        if self.slots.num_free <= self.slots.high_water * _COMPACT_ABOVE or self.slots.target is not None:
-            return
-        self.slots.begin_compaction()
-        self._compaction_bucket = 0
-        if len(self.index) <= _COMPACT_AT_ONCE:
-            self._compact()
-
-    def _compact(self) -> None:
-        """Gives the tail back at once: room is needed now."""
-        if self.slots.target is None and self.slots.num_free:
-            self.slots.begin_compaction()
-            self._compaction_bucket = 0
-        while self.slots.target is not None:
-            self._compact_slice()
-
     def maintain(self) -> bool:
         """One bounded slice of compaction, segment writing or merging. True if more is waiting."""
         if self.slots.target is not None:
-            self._compact_slice()
+            compaction.move_slice(self)
         elif self.segments.write_pending():
-            self._record_memory()
+            self.record_memory()
         elif self.segments.needs_merge():
             self.segments.merge_slice(self._is_live, self._moved)
-            self._record_memory()
+            self.record_memory()
         else:
             return False
         return True
-
-    def _compact_slice(self) -> None:
-        """Moves the rows of some buckets out of slots at or above the target; entries flip after their row moved."""
-        assert self.slots.target is not None
-        target, first = self.slots.target, self._compaction_bucket
-        last = min(self.index.num_buckets, first + max(1, self.index.num_buckets // _COMPACTION_SLICES))
-        entries = self.index.scan(first, last)
-        at = np.flatnonzero(((entries.locations & FROZEN_BIT) == 0) & (entries.locations >= target))
-        holes = self.slots.take_free(at.shape[0])
-        if holes.shape[0] < at.shape[0]:  # rows arrived meanwhile: the target is too low now
-            self.slots.give_back(holes)
-            self.slots.end_compaction(finished=False)
-            return
-        slots = entries.locations[at].astype(np.int32)
-        self.hot.move(slots, holes)
-        self.generation += 1
-        self.last_step.array[holes] = self.last_step.array[slots]
-        self.visits.array[holes] = self.visits.array[slots]
-        self.index.set_locations(entries.addresses[at], holes.astype(np.uint32))
-        self._compaction_bucket = last
-        if last == self.index.num_buckets:
-            self.slots.end_compaction(finished=True)
-            for part in (self.hot, self.last_step, self.visits):
-                part.release(self.slots.high_water)
-            self._record_memory()
 
     def _is_live(self, row_ids: np.ndarray, locations: np.ndarray) -> np.ndarray:
         entries, now, _, _ = self.index.locate(row_ids)
@@ -431,28 +340,7 @@ class Table:
         self.index.set_locations(self.index.locate(row_ids)[0], new_locations)
 
     def stats(self) -> TableStats:
-        rows_probation = 0
-        if self.spec.policy.kind == "topk":
-            rows_probation = int(self.probation_mask(self.index.scan(0, self.index.num_buckets).locations).sum())
-        high_water = self.slots.high_water
-        heat_bytes = self.index.num_slots * HEAT_BYTES
-        return TableStats(
-            rows_hot=len(self.index) - self.rows_frozen,
-            rows_frozen=self.rows_frozen,
-            rows_probation=rows_probation,
-            rows_unfreezable=self.rows_unfreezable,
-            rows_default_reads=self.rows_default_reads,
-            rows_ignored=self.rows_ignored,
-            bytes_hot=self.hot.bytes_weights(high_water),
-            bytes_state=self.hot.bytes_state(high_water)
-            + self.last_step.committed_bytes(high_water)
-            + self.visits.committed_bytes(high_water),
-            bytes_frozen=self.segments.bytes_used,
-            bytes_index=self.index.num_slots * BYTES_PER_SLOT - heat_bytes,
-            bytes_heat=heat_bytes + (self.waiting.size_bytes if self.waiting else 0),
-            moves_frozen=self.moves_frozen,
-            moves_thawed=self.moves_thawed,
-        )
+        return stats_of(self)
 
     def fixed_bytes(self) -> tuple[int, int]:
         """(of hot rows and state, of segments): what stats() counts beyond the rows' own bytes, i.e. the unused part of

@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 
 from embedding_server.errors import FencedEpoch, FrostlineError, InvalidInput, NotReady, TableConflict, UnknownTable
 from embedding_server.shard import ShardGradients
-from embedding_server.spec import TableSpec
+from embedding_server.spec import TableSpec, differing_fields
 from embedding_server.store import (
     NUM_BUCKETS,
     WIRE_NUMPY,
@@ -392,10 +392,9 @@ def _check_conflicts(channel: ShardChannel, known: Mapping[str, TableSpec], spec
     """Raises TableConflict before any shard has created anything."""
     for spec in specs:
         if spec.name in known and known[spec.name] != spec:
-            have, want = known[spec.name].model_dump(), spec.model_dump()
-            fields = ", ".join(f"{key}: {have[key]} != {want[key]}" for key in have if have[key] != want[key])
             raise TableConflict(
-                f"{channel.name}: table {spec.name!r} exists with another spec ({fields}); "
+                f"{channel.name}: table {spec.name!r} exists with another spec"
+                f" ({differing_fields(known[spec.name], spec)}); "
                 "use the same spec or another name"
             )
 

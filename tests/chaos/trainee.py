@@ -24,7 +24,7 @@ SPECS = [
         name=name,
         dim=dim,
         optimizer=SGD,
-        policy=PolicySpec(kind="idle", idle_steps=2, frozen_bits=32),
+        policy=PolicySpec(kind="idle", idle_steps=2, frozen_bits=32, control_fraction=0),
         init_min=0.0,
         init_max=0.0,
     )

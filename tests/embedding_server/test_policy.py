@@ -11,8 +11,8 @@ from embedding_server.policy import (
     control_buckets,
     frostline_at,
     hot_fraction_at,
+    idle_until,
     is_above,
-    is_idle,
     may_move,
     rank_bins,
     tie_of,
@@ -57,7 +57,7 @@ def test_random_rank_does_not_depend_on_heat() -> None:
 
 def test_idle_counts_from_the_last_visit() -> None:
     policy = PolicySpec(idle_steps=10)
-    assert is_idle(policy, np.array([0, 90, 91, 100], np.int32), 100).tolist() == [True, True, False, False]
+    assert (np.array([0, 90, 91, 100]) <= idle_until(policy, 100)).tolist() == [True, True, False, False]
 
 
 def test_control_buckets_are_a_share_drawn_by_name_and_seed() -> None:

@@ -43,7 +43,9 @@ def _reselect(shard: Shard, step: int) -> int:
 
 @pytest.mark.parametrize("kind", ["adagrad", "rowwise_adagrad", "adam"])
 def test_a_thawed_row_keeps_its_warm_accumulator(kind: str) -> None:
-    spec = TableSpec(name="t", dim=8, optimizer=OptimizerSpec(kind=kind), policy=PolicySpec(idle_steps=1))
+    spec = TableSpec(
+        name="t", dim=8, optimizer=OptimizerSpec(kind=kind), policy=PolicySpec(idle_steps=1, control_fraction=0)
+    )
     shard = _shard(spec)
     ids = np.arange(50, dtype=np.int64)
     _step(shard, 1, ids, 2.0)
@@ -61,7 +63,9 @@ def test_a_thawed_row_keeps_its_warm_accumulator(kind: str) -> None:
 
 
 def test_rows_that_would_not_survive_8_bits_stay_hot() -> None:
-    spec = TableSpec(name="t", dim=4, optimizer=OptimizerSpec(kind="sgd"), policy=PolicySpec(idle_steps=1))
+    spec = TableSpec(
+        name="t", dim=4, optimizer=OptimizerSpec(kind="sgd"), policy=PolicySpec(idle_steps=1, control_fraction=0)
+    )
     shard = _shard(spec)
     ids = np.arange(10, dtype=np.int64)
     _step(shard, 1, ids)
@@ -80,7 +84,7 @@ def test_rows_that_would_not_survive_8_bits_stay_hot() -> None:
 
 def test_memory_limit_freezes_the_coldest_and_never_grows_past_it() -> None:
     limit = 4 << 20
-    spec = TableSpec(name="t", dim=64, policy=PolicySpec(idle_steps=10**6))
+    spec = TableSpec(name="t", dim=64, policy=PolicySpec(idle_steps=10**6, control_fraction=0))
     shard = _shard(spec, memory_limit_bytes=limit)
     for step in range(1, 41):
         ids = np.arange((step - 1) * 1000, step * 1000, dtype=np.int64)
@@ -112,7 +116,7 @@ def test_memory_limit_without_a_policy_that_freezes_reads_the_default_row_and_sa
 
 
 def test_compaction_gives_the_tail_back_and_rows_keep_their_values() -> None:
-    spec = TableSpec(name="t", dim=16, policy=PolicySpec(idle_steps=2))
+    spec = TableSpec(name="t", dim=16, policy=PolicySpec(idle_steps=2, control_fraction=0))
     shard = _shard(spec)
     cold, warm = np.arange(30_000, dtype=np.int64), np.arange(30_000, 33_000, dtype=np.int64)
     _step(shard, 1, np.concatenate([cold, warm]))

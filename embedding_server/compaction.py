@@ -1,0 +1,68 @@
+"""Compaction: hot rows move out of the highest slots into free ones, and the tail of the slots goes back to the kernel.
+
+It runs in slices of buckets (Table.maintain), so that a shard stays responsive; a small table's runs at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from embedding_server.index import FROZEN_BIT
+
+if TYPE_CHECKING:
+    from embedding_server.table import Table
+
+_ABOVE = 0.125  # share of free slots from which the tail of the hot rows is given back
+_SLICES = 64
+_AT_ONCE = 200_000  # rows: about 10 ms
+
+
+def begin(table: Table) -> None:
+    """Gives the tail of the hot rows back if enough slots are free: a small table's at once, before new rows can take
+    the holes; a large one's in slices of `maintain`."""
+    if table.slots.num_free <= table.slots.high_water * _ABOVE or table.slots.target is not None:
+        return
+    _start(table)
+    if len(table.index) <= _AT_ONCE:
+        finish(table)
+
+
+def finish(table: Table) -> None:
+    """Gives the tail back at once: room is needed now."""
+    if table.slots.target is None and table.slots.num_free:
+        _start(table)
+    while table.slots.target is not None:
+        move_slice(table)
+
+
+def _start(table: Table) -> None:
+    table.slots.begin_compaction()
+    table.compaction_bucket = 0
+
+
+def move_slice(table: Table) -> None:
+    """Moves the rows of some buckets out of slots at or above the target; entries flip after their row moved."""
+    assert table.slots.target is not None
+    target, first = table.slots.target, table.compaction_bucket
+    last = min(table.index.num_buckets, first + max(1, table.index.num_buckets // _SLICES))
+    entries = table.index.scan(first, last)
+    at = np.flatnonzero(((entries.locations & FROZEN_BIT) == 0) & (entries.locations >= target))
+    holes = table.slots.take_free(at.shape[0])
+    if holes.shape[0] < at.shape[0]:  # rows arrived meanwhile: the target is too low now
+        table.slots.give_back(holes)
+        table.slots.end_compaction(finished=False)
+        return
+    slots = entries.locations[at].astype(np.int32)
+    table.hot.move(slots, holes)
+    table.generation += 1
+    table.last_step.array[holes] = table.last_step.array[slots]
+    table.visits.array[holes] = table.visits.array[slots]
+    table.index.set_locations(entries.addresses[at], holes.astype(np.uint32))
+    table.compaction_bucket = last
+    if last == table.index.num_buckets:
+        table.slots.end_compaction(finished=True)
+        for part in (table.hot, table.last_step, table.visits):
+            part.release(table.slots.high_water)
+        table.record_memory()
