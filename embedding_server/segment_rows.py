@@ -9,7 +9,8 @@ and does not wait: all of a batch are under way together. `prefetch` does just t
 if its rows seem to be out of memory: it asks mincore for the pages of SAMPLES rows spread over the batch, 0.3 us each,
 and pages in all if one is absent. With a share p of absent pages it misses them with probability (1 - p)^SAMPLES: 19%
 of the batches at p = 5%, where there is little to gain, 0.1% at p = 20%. Asking for every row would cost as much as
-reading them.
+reading them. Figures, 6,000 cold rows of a 252 MiB file with checked blocks, 2 busy cores: 560 to 720 ms fault by fault,
+90 to 230 in one batch, 22 after a prefetch; with unchecked blocks, which is the whole file here, 320 to 440.
 """
 
 from __future__ import annotations
