@@ -108,6 +108,8 @@ def inspect(
         print(json.dumps(documents))
         return
     console = Console()
+    if not console.is_terminal:
+        console.width = 120  # a pipe has no width of its own
     for part in describe(documents):
         console.print(part)
 

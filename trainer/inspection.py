@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -59,13 +60,19 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def describe(documents: Mapping[str, Mapping[str, Any]]) -> Iterator[RenderableType]:
-    """What rich prints: for each arm rows and bytes by tier, moves by reason, ranks and traffic, heat, events."""
+    """What rich prints, 100 columns wide with short names: for each arm rows and bytes by tier, moves by reason, ranks
+    and traffic, the control group, heat, events."""
     for arm, document in documents.items():
         tables: Mapping[str, Any] = document["tables"]
         yield Text(f"{document['job']}, arm {arm}: step {document['step']:,}, {document['samples']:,} samples", "bold")
         yield _table("rows and bytes by tier", _TIERS, tables, document["total"])
         yield _table("moves since the shards started", _MOVES, tables, document["total"])
-        yield _table("ranks, traffic and the control group", _TRAFFIC, tables, document["total"])
+        yield _table("ranks and traffic", _TRAFFIC, tables, document["total"])
+        judged = {name: table for name, table in tables.items() if table["control"]}
+        if judged:
+            yield _table(
+                "logloss of rows that may freeze, above that of control rows of the same heat", _CONTROL, judged
+            )
         yield Text("rows by heat, an octave a column, # marks heat 1 to 2", "italic")
         for name, table in tables.items():
             yield from _histogram_lines(name, table["heat_histogram"])
@@ -102,22 +109,30 @@ _MOVES: _Columns = {
 _TRAFFIC: _Columns = {
     "frostline": lambda d: _number(d["frostline"]["heat"]) if d.get("frostline") else "",
     "top-k overlap": lambda d: f"{d['topk_overlap']:.1%}" if d.get("topk_overlap") is not None else "",
-    "updates a step and hot row": lambda d: _number(d.get("update_frequency")),
+    "updates a step": lambda d: _number(d.get("update_frequency")),
     "gradient rows": lambda d: f"{d['traffic']['gradient_rows']:,}",
     "not sent": lambda d: _saved(d["traffic"]),
     "push bytes saved": lambda d: bytes_text(d["traffic"]["bytes_push_saved"]),
-    "logloss above control (95%)": lambda d: _control(d.get("control")),
+}
+_CONTROL: _Columns = {
+    "difference": lambda d: _signed(d["control"]["difference"]),
+    "95% from": lambda d: _signed(d["control"]["low"]),
+    "to": lambda d: _signed(d["control"]["high"]),
+    "max_loss": lambda d: f"{d['control']['max_loss']:g}",
+    "look-ups of control": lambda d: f"{d['control']['lookups_control']:,}",
+    "of others": lambda d: f"{d['control']['lookups_treated']:,}",
+    "": lambda d: "too much is lost" if d["control"]["is_alarm"] else "",
 }
 
 
-def _table(title: str, columns: _Columns, tables: Mapping[str, Any], total: Mapping[str, Any]) -> Table:
-    result = Table(title=title, title_justify="left")
-    result.add_column("table")
+def _table(title: str, columns: _Columns, tables: Mapping[str, Any], total: Mapping[str, Any] | None = None) -> Table:
+    result = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    result.add_column("table", overflow="fold")
     for name in columns:
-        result.add_column(name.strip(), justify="right")
+        result.add_column(name.strip(), justify="right", overflow="fold")
     for name, document in tables.items():
         result.add_row(name, *[show(document) for show in columns.values()], end_section=name == list(tables)[-1])
-    if len(tables) > 1:
+    if total and len(tables) > 1:
         result.add_row("all", *[show(total) for show in columns.values()])
     return result
 
@@ -131,13 +146,8 @@ def _saved(traffic: Mapping[str, int]) -> str:
     return f"{saved:,} ({saved / (saved + sent):.0%})" if saved else "0"
 
 
-def _control(control: Mapping[str, Any] | None) -> str:
-    if control is None:
-        return ""
-    if control["difference"] is None:
-        return "too little seen"
-    mark = " !" if control["is_alarm"] else ""
-    return f"{control['difference']:+.4f} ({control['low']:+.4f} to {control['high']:+.4f}){mark}"
+def _signed(value: float | None) -> str:
+    return "too little seen" if value is None else f"{value:+.4f}"
 
 
 def _histogram_lines(name: str, histogram: Mapping[str, Sequence[int]]) -> Iterator[Text]:

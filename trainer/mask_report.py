@@ -107,11 +107,11 @@ def table_document(snapshot: Snapshot, name: str, rows_hot_of_all: int) -> dict[
 
     frostline: null without one, else bin, tie_fraction and heat (null unless ranked by heat). topk_overlap: share of
     the rows now hot by rank that were hot before, or null. heat_histogram: rows by heat, band i from lower_edges[i] on.
-    update_frequency: gradient rows of this run for each step and row that is hot now, or null without hot rows.
+    update_frequency: gradient rows for each step and row of the table, hot or frozen, or null without rows.
     """
     spec, info = snapshot.specs[name], snapshot.infos[name]
     stats, line, traffic = info.stats, info.frostline, snapshot.traffic.get(name, Traffic())
-    control = snapshot.control.get(name)
+    control, num_rows = snapshot.control.get(name), stats.rows_hot + stats.rows_frozen
     return {
         "policy": spec.policy.model_dump(mode="json"),
         "dim": spec.dim,
@@ -128,7 +128,7 @@ def table_document(snapshot: Snapshot, name: str, rows_hot_of_all: int) -> dict[
         },
         "traffic": _traffic_document(traffic),
         "update_frequency": (
-            traffic.gradient_rows / (snapshot.step * stats.rows_hot) if snapshot.step and stats.rows_hot else None
+            traffic.gradient_rows / (snapshot.step * num_rows) if snapshot.step and num_rows else None
         ),
         "control": control
         and {name: getattr(control, name) for name in (*ControlReport.__dataclass_fields__, "is_alarm")},

@@ -44,7 +44,7 @@ def job_of(output_dir: Path, **changes) -> Job:
             "learning_rate": {"base": 0.2},
             "policy": "idle",
             "idle_samples": 600,
-            "advanced": {"reselect_every_samples": 600},
+            "advanced": {"reselect_every_samples": 600, "control_fraction": 0.2},
         },
         "trainer": {
             "workers": WORKERS,
@@ -92,6 +92,8 @@ def test_two_ray_workers_over_grpc_equal_one_process_in_every_arm(ray, tmp_path,
             assert getattr(remote[arm], field) == getattr(local, field)
         # a row that both workers name is pulled and pushed by both
         assert local.rows_pushed < remote[arm].rows_pushed <= WORKERS * local.rows_pushed
+        _expect_equal_masks(remote[arm].mask_info, local.mask_info)
+        assert remote[arm].mask_info["total"]["traffic"]["gradient_rows"] == remote[arm].rows_pushed
     assert remote["full"].rows_frozen == 0
     assert remote["idle"].rows_frozen > 0
     assert [(p.arm, p.step, p.total_steps) for p in shown if p.step == p.total_steps] == [
@@ -110,6 +112,21 @@ def test_two_ray_workers_over_grpc_equal_one_process_in_every_arm(ray, tmp_path,
     for arm in arms:
         assert {p.name for p in (folder / arm).iterdir()} >= {"shard-0.log", "shard-1.log"}
         assert list((folder / arm).glob("events.out.tfevents.*"))
+        assert json.loads((folder / arm / "mask_info.json").read_text()) == document[arm]["mask_info"]
+
+
+def _expect_equal_masks(remote: dict, local: dict) -> None:
+    """What is hot, what moved and what the control group says; its losses come from both workers."""
+    assert (remote["step"], remote["samples"]) == (local["step"], local["samples"]) == (30, 3000)
+    for name, table in local["tables"].items():
+        for key in ("rows", "moves", "heat_histogram", "frostline", "policy"):
+            assert remote["tables"][name][key] == table[key]
+        verdict = remote["tables"][name]["control"]
+        assert (verdict is None) == (table["control"] is None)
+        if verdict is not None:
+            assert verdict["lookups_control"] == table["control"]["lookups_control"] > 100
+            assert verdict["difference"] == pytest.approx(table["control"]["difference"], abs=1e-4)
+            assert verdict["low"] < verdict["difference"] < verdict["high"]
 
 
 def test_a_worker_that_raises_fails_the_job_with_its_reason(ray, tmp_path):

@@ -14,7 +14,7 @@ from rich.console import Console
 from embedding_server.errors import InvalidInput
 from tests.trainer.masks import snapshot
 from trainer.inspection import describe, read_run
-from trainer.mask_report import MASK_FILE, mask_document
+from trainer.mask_report import MASK_FILE, ControlReport, mask_document
 from trainer.report import write_json
 
 DOCUMENT = mask_document(snapshot())
@@ -62,7 +62,7 @@ def test_people_see_rows_bytes_moves_ranks_heat_and_events():
     assert all(part in user[0] for part in ("topk", "30", "75%", "70", "300 B", "350 B", "900 B"))
     assert all(part in user[1] for part in ("60", "20", "9", "4", "2"))
     assert all(part in user[2] for part in ("1.5", "75.0%", "0.4", "600", "300 (33%)", "12.00 kB"))
-    assert "+0.0040 (+0.0030 to +0.0050) !" in user[2]
+    assert all(part in user[3] for part in ("+0.0040", "+0.0030", "+0.0050", "5,000", "0.002", "too much is lost"))
     assert "table 'user' holds 75% of all hot rows" in text
     assert "event: something" in text
     assert "all" in text
@@ -81,7 +81,18 @@ def test_a_table_without_rows_and_without_a_verdict():
     empty = replace(snapshot(), control={}, traffic={}, step=0)
     text = text_of({"a": mask_document(empty)})
     assert "film" in text
-    assert "control" in text
+    assert "may freeze" not in text
+
+
+def test_a_verdict_that_waits_says_so():
+    control = {"user": ControlReport(None, None, None, 12, 300, max_loss=0.002)}
+    (line,) = [
+        line
+        for line in text_of({"a": mask_document(replace(snapshot(), control=control))}).splitlines()
+        if "too" in line
+    ]
+    assert "too little seen" in line
+    assert "too much" not in line
 
 
 def test_inspecting_imports_neither_torch_nor_numba():

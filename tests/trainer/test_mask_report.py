@@ -41,7 +41,7 @@ def test_the_document_is_json_and_says_everything_of_a_table():
         "rows_pulled": 1000, "rows_default": 100, "gradient_rows": 600, "gradient_rows_saved": 300,
         "bytes_push_saved": 12_000,
     }  # fmt: skip
-    assert user["update_frequency"] == 600 / (50 * 30)
+    assert user["update_frequency"] == 600 / (50 * 100)
     assert user["control"]["is_alarm"] is True
     histogram = user["heat_histogram"]
     assert (sum(histogram["hot"]), sum(histogram["frozen"])) == (30, 70)
