@@ -95,11 +95,9 @@ def thaw(table: Table, addresses: np.ndarray, locations: np.ndarray, row_ids: np
 def _read_back(table: Table, slots: np.ndarray, locations: np.ndarray) -> None:
     """Reads everything first: what cannot be read leaves the table as it was."""
     spec = table.spec
-    weights = table.segments.read(locations)
-    codes = table.segments.accumulators_of(locations)
+    weights, codes, visits = table.segments.read_all(locations)
     if spec.policy.thaw == "cold":
         codes = np.zeros_like(codes)  # no gain on the accumulator of a new row
-    visits = table.segments.visits_of(locations)
     table.hot.write(slots, weights, decode_accumulator(spec, codes, spec.dim))
     table.visits.array[slots, 0] = visits
     table.segments.mark_dead(locations)

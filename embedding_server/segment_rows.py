@@ -9,12 +9,13 @@ and does not wait: all of a batch are under way together. `prefetch` does just t
 if its rows seem to be out of memory: it asks mincore for the pages of SAMPLES rows spread over the batch, 0.3 us each,
 and pages in all if one is absent. With a share p of absent pages it misses them with probability (1 - p)^SAMPLES: 19%
 of the batches at p = 5%, where there is little to gain, 0.1% at p = 20%. Asking for every row would cost as much as
-reading them. Figures, 6,000 cold rows of a 252 MiB file with checked blocks, 2 busy cores: 560 to 720 ms fault by fault,
-90 to 230 in one batch, 22 after a prefetch; with unchecked blocks, which is the whole file here, 320 to 440.
+reading them. Figures, 6,000 cold rows of a 252 MiB file with checked blocks, 2 busy cores: 560 to 720 ms fault by
+fault, 90 to 230 in one batch, 22 after a prefetch; with unchecked blocks, which is the whole file here, 320 to 440.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -34,6 +35,9 @@ class Part(IntEnum):
     """The arrays of a segment that locations lead into."""
 
     ROW_IDS, ROWS, ACCUMULATORS, VISITS = range(4)
+
+
+READ_PARTS = (Part.ROWS, Part.ACCUMULATORS, Part.VISITS)
 
 
 class SegmentRows:
@@ -91,8 +95,7 @@ class SegmentRows:
 
     def gather(self, locations: np.ndarray, out: np.ndarray, positions: np.ndarray, mode: int) -> None:
         """out[positions[i]] = row i in the wire dtype `mode` (kernels/wire.py): rows of all formats in one call."""
-        if self._files and locations.shape[0] >= _LEAST_BATCH and self._is_cold(locations):
-            self.prefetch(locations)
+        self._page_in_if_cold(locations, (Part.ROWS,))
         frozen.gather_frozen(self.addresses(locations), self.bits_of(locations), self._dim, out, positions, mode)
 
     def read(self, locations: np.ndarray) -> np.ndarray:
@@ -100,6 +103,11 @@ class SegmentRows:
         out = np.empty((locations.shape[0], self._dim), np.float32)
         self.gather(locations, out, np.arange(locations.shape[0], dtype=np.int32), FLOAT32)
         return out
+
+    def read_all(self, locations: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows float32[n, D], accumulators uint8[n] and visits uint8[n]: what a thaw needs."""
+        self._page_in_if_cold(locations, READ_PARTS)
+        return self.read(locations), self.bytes_of(locations, Part.ACCUMULATORS), self.bytes_of(locations, Part.VISITS)
 
     def bytes_of(self, locations: np.ndarray, part: Part) -> np.ndarray:
         """uint8[n]: accumulators or visits."""
@@ -124,23 +132,27 @@ class SegmentRows:
 
     # Checks and pages -----------------------------------------------------------------------------------------------
 
-    def prefetch(self, locations: np.ndarray) -> None:
+    def prefetch(self, locations: np.ndarray, parts: Sequence[Part] = READ_PARTS) -> None:
         """Has the kernel read the pages of these rows in, beside the caller; a hint, without any other effect."""
         if self._files:
-            rows = self._bases[Part.ROWS], self._item_bytes[Part.ROWS]
-            paging.page_in(locations, *rows, self._maps, self._states, self._sizes)
+            for part in parts:
+                paging.page_in(locations, *self._items(part), self._maps, self._states, self._sizes)
 
-    def _is_cold(self, locations: np.ndarray) -> bool:
-        rows = self._bases[Part.ROWS], self._item_bytes[Part.ROWS]
-        return bool(paging.any_absent(locations, *rows, self._maps, SAMPLES))
+    def _page_in_if_cold(self, locations: np.ndarray, parts: Sequence[Part]) -> None:
+        if not self._files or locations.shape[0] < _LEAST_BATCH:
+            return
+        cold = [p for p in parts if paging.any_absent(locations, *self._items(p), self._maps, SAMPLES)]
+        self.prefetch(locations, cold)
+
+    def _items(self, part: Part) -> tuple[np.ndarray, np.ndarray]:
+        return self._bases[part], self._item_bytes[part]
 
     def _check(self, locations: np.ndarray, part: Part) -> None:
         """Compares every block under these items that nobody has read yet with its CRC-32."""
         if not self._files:
             return
-        items = self._bases[part], self._item_bytes[part]
         blocks = np.empty((2 * locations.shape[0], 2), np.int64)
-        n = paging.unchecked_blocks(locations, *items, self._maps, self._states, blocks)
+        n = paging.unchecked_blocks(locations, *self._items(part), self._maps, self._states, blocks)
         if not n:
             return
         paging.page_in_blocks(blocks, n, self._maps, self._sizes)

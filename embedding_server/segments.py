@@ -185,6 +185,10 @@ class SegmentSet:
         """Locations uint32[n] -> float32[n, D]."""
         return self._reader.read(locations)
 
+    def read_all(self, locations: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Locations uint32[n] -> float32[n, D], encoded accumulators uint8[n], visits uint8[n]: what a thaw needs."""
+        return self._reader.read_all(locations)
+
     def accumulators_of(self, locations: np.ndarray) -> np.ndarray:
         """Locations uint32[n] -> uint8[n]: encoded accumulators."""
         return self._reader.bytes_of(locations, Part.ACCUMULATORS)

@@ -578,8 +578,11 @@ def test_prefetch_of_checked_rows_asks_for_their_pages(large):
         pytest.skip("this file system keeps its pages")
     locations = np.array([entry[0] for entry in large.model.values()], np.uint32)
     large.segments.prefetch(locations[5000:5001])
-    wait_until(lambda: absent - 2 <= absent_pages(path) < absent)
-    large.segments.read(locations)  # a batch whose sample is absent comes in as a whole
+    wait_until(lambda: absent - 4 <= absent_pages(path) < absent)  # row, accumulator, visits: a page or two each
+    weights, accumulators, visits = large.segments.read_all(locations)  # a batch with absent pages comes in as a whole
+    np.testing.assert_array_equal(weights, large.segments.read(locations))
+    np.testing.assert_array_equal(accumulators, large.segments.accumulators_of(locations))
+    np.testing.assert_array_equal(visits, large.segments.visits_of(locations))
     large.check()
 
 
