@@ -15,7 +15,7 @@ fill does other work than one of the training. Time is that of the store's calls
 background work; the driver's own is left out. `reselect_ratio`: steps/s over whole rounds from one re-selection to the
 next, against the Pulls and Pushes of the same steps alone.
 
-Memory is RssAnon + RssShmem of the whole process, sampled every 5 ms: peak, and the largest factor by which one call
+Memory is RssAnon + RssShmem of the whole process, sampled every 20 ms: peak, and the largest factor by which one call
 grew it once half a GiB is there. At the end a sample of all IDs is looked up: each must be found and finite.
 """
 
@@ -253,7 +253,7 @@ def measure(shape: Shape, say: Callable[[str], None] = print) -> dict[str, Any]:
     warm_up()
     results = {}
     parent = "/dev/shm" if shape.in_memory else None
-    with PeakWatch() as watch:
+    with PeakWatch(interval_s=0.02) as watch:
         for name, rows in (("tenth", max(1, shape.rows // 10)), ("whole", shape.rows)):
             say(f"{name}: {rows} IDs x {shape.dim}, hot rows in {shape.hot_bits} bits")
             with tempfile.TemporaryDirectory(prefix="frostline-capacity-", dir=parent) as folder:

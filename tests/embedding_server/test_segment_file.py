@@ -48,7 +48,7 @@ def assert_corrupt(path: Path, *, verify: bool, match: str | None = None) -> Non
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize("bits", [4, 8, 16, 32])
 @pytest.mark.parametrize("num_rows", [1, 20, 5000])
 def test_round_trip_and_what_safetensors_reads(tmp_path, bits, num_rows):
     fmt = SegmentFormat(table='odd "name" \u00e9/..', bits=bits, dim=8, num_buckets=1024)
