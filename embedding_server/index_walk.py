@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from embedding_server.index import Index
@@ -15,12 +13,3 @@ def slice_end(index: Index, first: int, budget: int) -> int:
     """The first bucket not to scan: as many whole buckets as hold about `budget` entries, at least one."""
     ends = np.cumsum(index.counts[first:])
     return min(index.num_buckets, first + max(1, int(np.searchsorted(ends, budget, side="right"))))
-
-
-def slices(index: Index) -> Iterator[tuple[int, int]]:
-    """[first, last) bucket ranges of about ENTRIES_PER_SLICE entries each, over the whole index."""
-    first = 0
-    while first < index.num_buckets:
-        last = slice_end(index, first, ENTRIES_PER_SLICE)
-        yield first, last
-        first = last

@@ -21,6 +21,7 @@ from embedding_server.store import (
     Frostline,
     HeatHistogram,
     Identity,
+    MaskInfo,
     Moves,
     PlacedRows,
     PushAck,
@@ -124,11 +125,17 @@ class InprocStore(EmbeddingStore):
             return self._shard.heat_histograms(who, step)
 
     def reselect(self, who: Identity, step: int, frostlines: Mapping[str, Frostline]) -> dict[str, Moves]:
+        return self._advance(lambda: self._shard.reselect(who, step, frostlines))
+
+    def end_data_pass(self, who: Identity, step: int) -> dict[str, Moves]:
+        return self._advance(lambda: self._shard.end_data_pass(who, step))
+
+    def _advance(self, next_slice: Callable[[], tuple[dict[str, Moves], bool]]) -> dict[str, Moves]:
         total: dict[str, Moves] = {}
         done = False
         with self._lock:
             while not done:
-                moves, done = self._shard.reselect(who, step, frostlines)
+                moves, done = next_slice()
                 for name, m in moves.items():
                     total[name] = total.get(name, Moves()) + m
             self._maintain()
@@ -139,6 +146,10 @@ class InprocStore(EmbeddingStore):
             if not self._shard.maintain():
                 return
 
+    def prefetch(self, ids: Mapping[str, RoutedIds]) -> None:
+        with self._lock:
+            self._shard.prefetch({n: i.row_ids for n, i in ids.items()})
+
     def lookup(self, ids: Mapping[str, RoutedIds]) -> dict[str, Rows]:
         with self._lock:
             return self._shard.lookup({n: i.row_ids for n, i in ids.items()}, self.wire_dtype)
@@ -146,6 +157,14 @@ class InprocStore(EmbeddingStore):
     def stats(self) -> StoreStats:
         with self._lock:
             return self._shard.stats()
+
+    def mask_info(self) -> dict[str, MaskInfo]:
+        with self._lock:
+            total, bucket = self._shard.mask_slice(0)
+            while bucket < NUM_BUCKETS:
+                part, bucket = self._shard.mask_slice(bucket)
+                total = {name: info + part[name] for name, info in total.items()}
+        return total
 
     def fixed_bytes(self) -> dict[str, tuple[int, int]]:
         """By table, what Table.fixed_bytes gives."""

@@ -462,9 +462,8 @@ class Shard:
         """By table, what Table.fixed_bytes gives."""
         return {name: table.fixed_bytes() for name, table in self._tables.items()}
 
-    def mask_info(self, first_bucket: int) -> tuple[dict[str, MaskInfo], int]:
-        """What is hot and what is frozen, by table; heat of the buckets from first_bucket on, as many as fit a bounded
-        call.
+    def mask_slice(self, first_bucket: int) -> tuple[dict[str, MaskInfo], int]:
+        """What is hot and what is frozen: parts that add up, each of as many buckets as fit a bounded call.
 
         Returns the next first_bucket, NUM_BUCKETS when all are counted.
         """

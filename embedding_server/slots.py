@@ -45,6 +45,11 @@ class Slots:
     def num_free(self) -> int:
         return self._num_free
 
+    @property
+    def free_slots(self) -> np.ndarray:
+        """int32: all slots below the high water mark that no row holds."""
+        return np.concatenate([self._free[: self._num_free], self._retired])
+
     def take_free(self, n: int) -> np.ndarray:
         """At most n freed slots."""
         n = min(n, self._num_free)

@@ -349,14 +349,14 @@ class EmbeddingStore(ABC):
         need none.
         """
 
+    @abstractmethod
     def end_data_pass(self, who: Identity, step: int) -> dict[str, Moves]:
         """Advance at the end of a pass over the data: tables of `epoch_end: forget_rare` forget their rare rows.
 
         Those are rows, hot or frozen, with fewer than forget_below visits, outside the control buckets; never under
-        policy `off`. Needs step applied and no Pull of step+1 (NotReady otherwise). A table without such rows has no
-        entry in the answer.
+        policy `off`. Needs step applied and no Pull of step+1 (NotReady otherwise). Other tables have no entry in the
+        answer.
         """
-        return {}
 
     def prefetch(self, ids: Mapping[str, RoutedIds]) -> None:  # noqa: B027 doing nothing is allowed
         """A hint that these row_ids will be pulled soon: frozen rows that lie on disk are read ahead. Returns at once.
@@ -374,9 +374,9 @@ class EmbeddingStore(ABC):
     @abstractmethod
     def stats(self) -> StoreStats: ...
 
+    @abstractmethod
     def mask_info(self) -> dict[str, MaskInfo]:
         """What is hot and what is frozen, by table. Scans every index: for reports, not for every step."""
-        return {name: MaskInfo(stats) for name, stats in self.stats().tables.items()}
 
     @property
     @abstractmethod

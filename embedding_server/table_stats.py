@@ -8,7 +8,6 @@ import numpy as np
 
 from embedding_server import heat
 from embedding_server.index import BYTES_PER_SLOT, FROZEN_BIT, HEAT_BYTES
-from embedding_server.index_walk import slices
 from embedding_server.store import HEAT_BAND_OF_ONE, NUM_HEAT_BANDS, MaskInfo, TableStats
 
 if TYPE_CHECKING:
@@ -52,29 +51,28 @@ def stats_of(table: Table) -> TableStats:
 
 
 def mask_info_of(table: Table, first: int, last: int) -> MaskInfo:
-    """Everything of the table, with the heat of the rows of buckets [first, last) only."""
+    """Rows by heat of buckets [first, last); all else is in the part of bucket 0, so that parts add up."""
     entries = table.index.scan(first, last)
     bands = heat_bands(entries.heat, table.last_step_seen, table.spec.policy.half_life_steps)
     is_hot = (entries.locations & FROZEN_BIT) == 0
-    return MaskInfo(
-        stats=stats_of(table),
-        frostline=table.frostline,
-        heat_counts_hot=np.bincount(bands[is_hot], minlength=NUM_HEAT_BANDS),
-        heat_counts_frozen=np.bincount(bands[~is_hot], minlength=NUM_HEAT_BANDS),
-        rows_ranked=table.rows_ranked,
-        rows_ranked_before=table.rows_ranked_before,
-    )
+    heat_counts = (np.bincount(bands[rows], minlength=NUM_HEAT_BANDS) for rows in (is_hot, ~is_hot))
+    if first:
+        return MaskInfo(TableStats(), None, *heat_counts)
+    return MaskInfo(stats_of(table), table.frostline, *heat_counts, table.rows_ranked, table.rows_ranked_before)
 
 
 def heat_bands(codes: np.ndarray, step: int, half_life_steps: float) -> np.ndarray:
     """Heat codes uint16[n] -> int64[n]: the half-octave band (store.NUM_HEAT_BANDS) of the heat at `step`."""
-    relative = (codes.astype(np.float64) - heat.now_code(step, half_life_steps)) / heat.CODES_PER_OCTAVE
+    # a code may lie one below what it stands for, and one visit now, the commonest heat, is the edge of a band
+    relative = (codes.astype(np.float64) + 1.0 - heat.now_code(step, half_life_steps)) / heat.CODES_PER_OCTAVE
     bands = np.floor(2.0 * relative).astype(np.int64) + HEAT_BAND_OF_ONE
     return np.where(codes == 0, 0, np.clip(bands, 0, NUM_HEAT_BANDS - 1))
 
 
 def _rows_on_probation(table: Table) -> int:
-    if table.spec.policy.kind != "topk":
+    """Counted over slots, a byte each: a scan of the index would cost twenty times as much."""
+    policy, slots = table.spec.policy, table.slots
+    if policy.kind != "topk":
         return 0
-    parts = (table.index.scan(first, last).locations for first, last in slices(table.index))
-    return sum(int(table.probation_mask(locations).sum()) for locations in parts)
+    on_probation = table.visits.array[: slots.high_water, 0] < policy.probation_visits
+    return int(np.count_nonzero(on_probation) - np.count_nonzero(on_probation[slots.free_slots]))

@@ -7,8 +7,7 @@ servicer methods call the Shard directly, because their messages are framed by t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from google.protobuf.message import Message
@@ -17,8 +16,15 @@ from pydantic import ValidationError
 from embedding_server.errors import InvalidInput, UnknownTable
 from embedding_server.shard import Shard
 from embedding_server.spec import TableSpec
-from embedding_server.store import NUM_BUCKETS, Frostline, Identity, TableStats, UpdateMode
+from embedding_server.store import NUM_BUCKETS, Identity, Moves, UpdateMode
 from frostline.v1 import embedding_pb2 as pb
+from services.advance_messages import (
+    frostline_of,
+    histogram_message,
+    mask_info_message,
+    moves_message,
+    stats_message,
+)
 
 #: jobs whose last BeginEpoch and Advance answers are remembered
 MAX_JOBS_ANSWERED = 64
@@ -108,61 +114,51 @@ def begin_epoch(
 def advance(shard: Shard, answers: LastAnswers, request: pb.AdvanceRequest) -> pb.AdvanceResponse:
     action = request.WhichOneof("action")
     who = Identity(request.caller.job, request.caller.epoch, request.caller.worker)
+    step = request.step
     if action == "collect_heat":
-        return _collect_heat(shard, who, request.step, request.collect_heat.first_bucket)
+        return _collect_heat(shard, who, step, request.collect_heat.first_bucket)
     if action == "reselect":
-        return _reselect(shard, answers, who, request)
-    raise InvalidInput("Advance: the request has no action; set collect_heat or reselect")
+        lines = {line.table: frostline_of(line) for line in request.reselect.frostlines}
+        return _next_slice(answers, request, lambda: shard.reselect(who, step, lines))
+    if action == "end_data_pass":
+        return _next_slice(answers, request, lambda: shard.end_data_pass(who, step))
+    raise InvalidInput("Advance: the request has no action; set collect_heat, reselect or end_data_pass")
 
 
 def _collect_heat(shard: Shard, who: Identity, step: int, first_bucket: int) -> pb.AdvanceResponse:
     parts, bucket = shard.heat_slice(who, step, first_bucket)
-    histograms = [
-        pb.HeatHistogram(
-            table=name,
-            counts=np.ascontiguousarray(heat.counts, "<i8").tobytes(),
-            rows_total=heat.rows_total,
-            rows_probation=heat.rows_probation,
-            counts_hot=np.ascontiguousarray(heat.counts_hot, "<i8").tobytes(),
-        )
-        for name, heat in parts.items()
-    ]
     done = bucket == NUM_BUCKETS
-    return pb.AdvanceResponse(histograms=histograms, done=done, next_bucket=0 if done else bucket)
+    return pb.AdvanceResponse(
+        histograms=[histogram_message(name, heat) for name, heat in parts.items()],
+        done=done,
+        next_bucket=0 if done else bucket,
+    )
 
 
-def _reselect(shard: Shard, answers: LastAnswers, who: Identity, request: pb.AdvanceRequest) -> pb.AdvanceResponse:
-    key = (who.epoch, request.step, request.reselect.slice, request.reselect.SerializeToString(deterministic=True))
-    answer = answers.find("Advance", who.job, key)
+def _next_slice(
+    answers: LastAnswers, request: pb.AdvanceRequest, work: Callable[[], tuple[dict[str, Moves], bool]]
+) -> pb.AdvanceResponse:
+    """Does a slice, unless the request repeats the last one. Requests differ by the number of their slice."""
+    job, key = request.caller.job, (request.SerializeToString(deterministic=True),)
+    answer = answers.find("Advance", job, key)
     if answer is None:
-        frostlines = {
-            line.table: Frostline(line.bin, line.tie_fraction, line.margin_bins, line.held_fraction)
-            for line in request.reselect.frostlines
-        }
-        moves, done = shard.reselect(who, request.step, frostlines)
-        listed = [
-            pb.Moves(
-                table=name,
-                frozen=move.frozen,
-                thawed=move.thawed,
-                unfreezable=move.unfreezable,
-                forgotten=move.forgotten,
-            )
-            for name, move in moves.items()
-        ]
-        answer = pb.AdvanceResponse(moves=listed, done=done)
-        answers.keep("Advance", who.job, key, answer)
+        moves, done = work()
+        answer = pb.AdvanceResponse(moves=[moves_message(name, move) for name, move in moves.items()], done=done)
+        answers.keep("Advance", job, key, answer)
     return answer
 
 
-def _mask_info(name: str, stats: TableStats) -> pb.TableMaskInfo:
-    return pb.TableMaskInfo(table=name, **asdict(stats))
-
-
-def mask_info(shard: Shard) -> pb.GetMaskInfoResponse:
-    stats = shard.stats()
-    tables = [_mask_info(name, table) for name, table in stats.tables.items()]
-    return pb.GetMaskInfoResponse(tables=tables, events=stats.events)
+def mask_info(shard: Shard, request: pb.GetMaskInfoRequest) -> pb.GetMaskInfoResponse:
+    if not request.with_heat:
+        stats = shard.stats()
+        tables = [stats_message(name, table) for name, table in stats.tables.items()]
+        return pb.GetMaskInfoResponse(tables=tables, events=stats.events)
+    parts, bucket = shard.mask_slice(request.first_bucket)
+    return pb.GetMaskInfoResponse(
+        tables=[mask_info_message(name, info) for name, info in parts.items()],
+        events=[] if request.first_bucket else shard.stats().events,
+        next_bucket=0 if bucket == NUM_BUCKETS else bucket,
+    )
 
 
 def list_tables(shard: Shard) -> pb.ListTablesResponse:
@@ -173,4 +169,4 @@ def get_table(shard: Shard, request: pb.GetTableRequest) -> pb.GetTableResponse:
     spec = shard.table_specs().get(request.name)
     if spec is None:
         raise UnknownTable(f"GetTable: table {request.name!r} is not on this shard; ListTables names those that are")
-    return pb.GetTableResponse(table=_table(spec), mask_info=_mask_info(spec.name, shard.stats().tables[spec.name]))
+    return pb.GetTableResponse(table=_table(spec), mask_info=stats_message(spec.name, shard.stats().tables[spec.name]))

@@ -7,6 +7,7 @@ shard asks for, and DEADLINE_EXCEEDED of one try (it waits for other workers), u
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from services import rpc_errors, tensor_codec
 
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0
+#: hints under way to a shard; more are dropped, since the shard is behind with them
+MAX_HINTS = 4
 
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", tensor_codec.MAX_MESSAGE_BYTES),
@@ -132,6 +135,8 @@ class ShardChannel:
             raise InvalidInput(f"address {address!r} of shard {index} has no port; write host:port")
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stubs: dict[str, grpc.UnaryUnaryMultiCallable] = {}
+        self._lock = threading.Lock()  # guards _num_hints
+        self._num_hints = 0
 
     def stub(self, method: str) -> grpc.UnaryUnaryMultiCallable:
         """Bytes to bytes; `method` is "Service/Method" in frostline.v1."""
@@ -139,6 +144,23 @@ class ShardChannel:
         if stub is None:
             stub = self._stubs[method] = self._channel.unary_unary(f"/frostline.v1.{method}")
         return stub
+
+    def hint(self, method: str, request: bytes) -> None:
+        """Sends a call whose outcome nobody needs. Returns at once; it is not repeated, and its failure is no error."""
+        with self._lock:
+            if self._num_hints >= MAX_HINTS:
+                return
+            self._num_hints += 1
+        try:
+            call = self.stub(method).future(request, timeout=self.times.try_s)
+        except ValueError:  # the channel is closed
+            self._hint_ended()
+        else:
+            call.add_done_callback(lambda _: self._hint_ended())
+
+    def _hint_ended(self) -> None:
+        with self._lock:
+            self._num_hints -= 1
 
     def close(self) -> None:
         """Ends running calls with StoreUnavailable."""

@@ -27,6 +27,7 @@ from embedding_server.store import (
     Frostline,
     HeatHistogram,
     Identity,
+    MaskInfo,
     Moves,
     PushAck,
     RoutedIds,
@@ -41,6 +42,7 @@ from embedding_server.store import (
 )
 from frostline.v1 import embedding_pb2 as pb
 from services import tensor_codec
+from services.advance_messages import frostline_message, histogram_of, mask_info_of, moves_of, stats_of
 from services.allocator import set_allocator
 from services.batch_checks import check_gradients, check_ids
 from services.parts import Piece, split
@@ -162,8 +164,17 @@ class RemoteStore(EmbeddingStore):
         plans = [[] if plan == [[]] else plan for plan in plans]
         return self._read("EmbeddingLookup/Lookup", pb.LookupResponse, ids, plans, encode)
 
-    def _plan_read(self, call: str, ids: Mapping[str, RoutedIds], max_parts: int) -> list[list[list[Piece]]]:
-        """Messages of pieces for each shard. Tables without rows on a shard are left out."""
+    def prefetch(self, ids: Mapping[str, RoutedIds]) -> None:
+        plans = self._plan_read("Prefetch", ids, max_parts=1 << 62, reply_bytes=False)
+        for channel, plan in zip(self._channels, plans, strict=True):
+            for pieces in plan:
+                if pieces:
+                    channel.hint("EmbeddingShard/Prefetch", tensor_codec.encode_prefetch(_slices(ids, pieces)))
+
+    def _plan_read(
+        self, call: str, ids: Mapping[str, RoutedIds], max_parts: int, *, reply_bytes: bool = True
+    ) -> list[list[list[Piece]]]:
+        """Messages of pieces for each shard, none without rows on it. reply_bytes: the replies hold the rows."""
         itemsize = WIRE_NUMPY[self.wire_dtype].itemsize
         dims = self._dims(ids)
         for name, routed in ids.items():
@@ -174,7 +185,9 @@ class RemoteStore(EmbeddingStore):
                 (Piece(name, int(routed.shard_offsets[shard]), int(routed.shard_offsets[shard + 1])), dims[name])
                 for name, routed in ids.items()
             ]
-            present = [(piece, 9 + dim * itemsize) for piece, dim in pieces if piece.stop > piece.start]
+            present = [
+                (piece, 8 + reply_bytes * (1 + dim * itemsize)) for piece, dim in pieces if piece.stop > piece.start
+            ]
             plans.append(split(call, present, max_parts=max_parts))
         return plans
 
@@ -259,37 +272,36 @@ class RemoteStore(EmbeddingStore):
             replies = call_all("EmbeddingShard/Advance", [(c, _collect_heat(who, step, first)) for c, first in waiting])
             answers = [pb.AdvanceResponse.FromString(reply) for reply in replies]
             for heat in (heat for answer in answers for heat in answer.histograms):
-                part = _histogram(heat)
+                part = histogram_of(heat)
                 total[heat.table] = total[heat.table] + part if heat.table in total else part
-            waiting = [
-                (channel, answer.next_bucket)
-                for (channel, _), answer in zip(waiting, answers, strict=True)
-                if not answer.done
-            ]
+            waiting = [(c, a.next_bucket) for (c, _), a in zip(waiting, answers, strict=True) if not a.done]
         return total
 
     def reselect(self, who: Identity, step: int, frostlines: Mapping[str, Frostline]) -> dict[str, Moves]:
-        lines = [
-            pb.Frostline(
-                table=name,
-                bin=line.bin,
-                tie_fraction=line.tie_fraction,
-                margin_bins=line.margin_bins,
-                held_fraction=line.held_fraction,
-            )
-            for name, line in frostlines.items()
-        ]
+        lines = [frostline_message(name, line) for name, line in frostlines.items()]
+
+        def request(number: int) -> pb.AdvanceRequest:
+            action = pb.Reselect(frostlines=lines, slice=number)
+            return pb.AdvanceRequest(caller=_caller(who), step=step, reselect=action)
+
+        return self._advance(request)
+
+    def end_data_pass(self, who: Identity, step: int) -> dict[str, Moves]:
+        def request(number: int) -> pb.AdvanceRequest:
+            return pb.AdvanceRequest(caller=_caller(who), step=step, end_data_pass=pb.EndDataPass(slice=number))
+
+        return self._advance(request)
+
+    def _advance(self, request: Callable[[int], pb.AdvanceRequest]) -> dict[str, Moves]:
+        """Sends slice after slice to every shard until it is done."""
         total: dict[str, Moves] = {}
         waiting, number = self._channels, 0
         while waiting:
-            action = pb.Reselect(frostlines=lines, slice=number)
-            request = pb.AdvanceRequest(caller=_caller(who), step=step, reselect=action).SerializeToString()
-            replies = call_all("EmbeddingShard/Advance", [(channel, request) for channel in waiting])
+            message = request(number).SerializeToString()
+            replies = call_all("EmbeddingShard/Advance", [(channel, message) for channel in waiting])
             answers = [pb.AdvanceResponse.FromString(reply) for reply in replies]
-            for answer in answers:
-                for move in answer.moves:
-                    moves = Moves(move.frozen, move.thawed, move.unfreezable, move.forgotten)
-                    total[move.table] = total.get(move.table, Moves()) + moves
+            for move in (move for answer in answers for move in answer.moves):
+                total[move.table] = total.get(move.table, Moves()) + moves_of(move)
             waiting = [channel for channel, answer in zip(waiting, answers, strict=True) if not answer.done]
             number += 1
         return total
@@ -299,10 +311,22 @@ class RemoteStore(EmbeddingStore):
         events: list[str] = []
         for reply in self._call("EmbeddingShard/GetMaskInfo", pb.GetMaskInfoRequest(), pb.GetMaskInfoResponse):
             for info in reply.tables:
-                stats = TableStats(**{name: getattr(info, name) for name in TableStats.__dataclass_fields__})
-                tables[info.table] = tables.get(info.table, TableStats()) + stats
+                tables[info.table] = tables.get(info.table, TableStats()) + stats_of(info)
             events.extend(reply.events)
         return StoreStats(tables, events[-100:])
+
+    def mask_info(self) -> dict[str, MaskInfo]:
+        total: dict[str, MaskInfo] = {}
+        waiting = [(channel, 0) for channel in self._channels]
+        while waiting:
+            requests = [(c, pb.GetMaskInfoRequest(with_heat=True, first_bucket=first)) for c, first in waiting]
+            replies = call_all("EmbeddingShard/GetMaskInfo", [(c, r.SerializeToString()) for c, r in requests])
+            answers = [pb.GetMaskInfoResponse.FromString(reply) for reply in replies]
+            for info in (info for answer in answers for info in answer.tables):
+                part = mask_info_of(info)
+                total[info.table] = total[info.table] + part if info.table in total else part
+            waiting = [(c, a.next_bucket) for (c, _), a in zip(waiting, answers, strict=True) if a.next_bucket]
+        return total
 
     @property
     def wire_stats(self) -> WireStats:
@@ -346,11 +370,6 @@ def _caller(who: Identity) -> pb.Caller:
 def _collect_heat(who: Identity, step: int, first_bucket: int) -> bytes:
     action = pb.CollectHeat(first_bucket=first_bucket)
     return pb.AdvanceRequest(caller=_caller(who), step=step, collect_heat=action).SerializeToString()
-
-
-def _histogram(heat: pb.HeatHistogram) -> HeatHistogram:
-    counts, counts_hot = (np.frombuffer(part, "<i8").astype(np.int64) for part in (heat.counts, heat.counts_hot))
-    return HeatHistogram(counts, heat.rows_total, heat.rows_probation, counts_hot)
 
 
 def _slices(ids: Mapping[str, RoutedIds], pieces: list[Piece]) -> dict[str, np.ndarray]:

@@ -37,6 +37,9 @@ SPARE_THREADS = 16
 SHARD_SERVICE = pb.DESCRIPTOR.services_by_name["EmbeddingShard"].full_name
 LOOKUP_SERVICE = pb.DESCRIPTOR.services_by_name["EmbeddingLookup"].full_name
 
+#: calls whose messages tensor_codec frames
+_FRAMED = ("Pull", "Push", "Prefetch", "Lookup")
+
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", tensor_codec.MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", tensor_codec.MAX_MESSAGE_BYTES),
@@ -148,7 +151,7 @@ class _Servicer:
 
 
 class ShardServicer(_Servicer):
-    """EmbeddingShard. Pull and Push take and return the bytes of their messages."""
+    """EmbeddingShard. Pull, Push and Prefetch take and return the bytes of their messages."""
 
     @_answered
     def DescribeTables(self, request: pb.DescribeTablesRequest, context: grpc.ServicerContext) -> Message:
@@ -179,7 +182,7 @@ class ShardServicer(_Servicer):
 
     @_answered
     def GetMaskInfo(self, request: pb.GetMaskInfoRequest, context: grpc.ServicerContext) -> Message:
-        return self._run(context, shard_calls.mask_info)
+        return self._run(context, lambda shard: shard_calls.mask_info(shard, request))
 
     @_answered
     def Pull(self, request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -199,6 +202,15 @@ class ShardServicer(_Servicer):
                     held.release()
                 state.waiting.wait(context, later)
                 return reply.message
+
+    @_answered
+    def Prefetch(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        state = self._state
+        with state.admission.call():
+            ids = tensor_codec.decode_prefetch(request)
+            with state.admission.bytes(len(request)):
+                self._run(context, lambda shard: shard.prefetch(ids))
+                return pb.PrefetchResponse().SerializeToString()
 
     @_answered
     def Push(self, request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -289,10 +301,10 @@ def _parsed(
 
 
 def _handlers(service: str, servicer: Any) -> grpc.GenericRpcHandler:
-    """Method handlers of a service; Pull, Push and Lookup pass bytes through."""
+    """Method handlers of a service; those of _FRAMED pass bytes through."""
     handlers = {}
     for method in pb.DESCRIPTOR.services_by_name[service].methods:
-        if method.name in ("Pull", "Push", "Lookup"):
+        if method.name in _FRAMED:
             handlers[method.name] = grpc.unary_unary_rpc_method_handler(getattr(servicer, method.name))
         else:
             handlers[method.name] = grpc.unary_unary_rpc_method_handler(

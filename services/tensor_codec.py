@@ -38,6 +38,7 @@ _WIRE_NAME: dict[int, WireDtype] = {number: name for name, number in WIRE_ENUM.i
 RowsReply = pb.PullResponse | pb.LookupResponse
 _ABSENT = (0, 0)
 _PULL_ROW_IDS = pb.PullRequest.ROW_IDS_FIELD_NUMBER
+_PREFETCH_ROW_IDS = pb.PrefetchRequest.ROW_IDS_FIELD_NUMBER
 _LOOKUP_ROW_IDS = pb.LookupRequest.ROW_IDS_FIELD_NUMBER
 _PUSH_ROW_IDS = pb.PushRequest.ROW_IDS_FIELD_NUMBER
 _PUSH_DEFAULTS = pb.PushRequest.DEFAULT_GRADIENTS_FIELD_NUMBER
@@ -132,6 +133,18 @@ def decode_pull(data: bytes) -> PullCall:
     ids = _decode_ids("Pull", data, header.tables, found.get(_PULL_ROW_IDS, _ABSENT))
     wire = wire_name("Pull", header.wire_dtype)
     return PullCall(_identity(header.caller), header.step, header.part, num_parts, wire, ids)
+
+
+def encode_prefetch(ids: Mapping[str, np.ndarray]) -> bytes:
+    """A PrefetchRequest; ids: contiguous int64[n] of each table."""
+    tables = [pb.TableIds(table=name, num_rows=len(row_ids)) for name, row_ids in ids.items()]
+    return frame(pb.PrefetchRequest(tables=tables), {_PREFETCH_ROW_IDS: list(ids.values())})
+
+
+def decode_prefetch(data: bytes) -> dict[str, np.ndarray]:
+    """int64[n] of each table. Raises InvalidInput when lengths do not add up."""
+    header, found = unframe(data, pb.PrefetchRequest, (_PREFETCH_ROW_IDS,))
+    return _decode_ids("Prefetch", data, header.tables, found.get(_PREFETCH_ROW_IDS, _ABSENT))
 
 
 def encode_lookup(wire_dtype: WireDtype, ids: Mapping[str, np.ndarray]) -> bytes:

@@ -236,6 +236,30 @@ BAD_CALLS: dict[str, tuple[str, Any, grpc.StatusCode, list[str]]] = {
     "advance: step not applied": (
         "Advance", pb.AdvanceRequest(caller=caller(), step=2, reselect=pb.Reselect()), PRECONDITION, ["step 2"]
     ),
+    "advance: end of a data pass too early": (
+        "Advance",
+        pb.AdvanceRequest(**DONE_STEP_1, end_data_pass=pb.EndDataPass()),
+        PRECONDITION,
+        ["step 1", "pulled"],
+    ),
+    "advance: heat from a bucket that is none": (
+        "GetMaskInfo",
+        pb.GetMaskInfoRequest(with_heat=True, first_bucket=NUM_BUCKETS),
+        INVALID,
+        ["first_bucket=1024", "[0, 1024)"],
+    ),
+    "prefetch: unknown table": (
+        "Prefetch",
+        pb.PrefetchRequest(tables=[pb.TableIds(table="x", num_rows=1)], row_ids=bytes(8)),
+        NOT_FOUND,
+        ["'x'"],
+    ),
+    "prefetch: rows missing": (
+        "Prefetch",
+        pb.PrefetchRequest(tables=[pb.TableIds(table="user", num_rows=2)], row_ids=bytes(8)),
+        INVALID,
+        ["Prefetch: row_ids has 8 bytes", "16"],
+    ),
     # EmbeddingLookup
     "lookup: unknown table": ("Lookup", lookup(tables=[pb.TableIds(table="x", num_rows=8)]), NOT_FOUND, ["'x'"]),
     "lookup: rows missing": ("Lookup", lookup(tables=OF_9), INVALID, ["Lookup: row_ids has 64 bytes", "72"]),

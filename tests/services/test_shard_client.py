@@ -28,14 +28,16 @@ from embedding_server.store import (
     EmbeddingStore,
     Frostline,
     Identity,
+    MaskInfo,
     PushAck,
     RoutedIds,
     TableGradients,
+    TableStats,
     UpdateMode,
     WireDtype,
     push_dtype,
 )
-from services import parts, shard_client
+from services import parts, shard_channel, shard_client
 from services.admission import Limits
 from services.shard_channel import CallTimes
 from services.shard_client import RemoteStore
@@ -47,6 +49,7 @@ SPECS = [
     TableSpec(name="user", dim=8, optimizer=OptimizerSpec(kind="adam"), policy=PolicySpec(kind="off")),
     TableSpec(name="item", dim=16, policy=PolicySpec(kind="topk", probation_visits=1)),
     TableSpec(name="rare", dim=4, policy=PolicySpec(kind="idle", idle_steps=2, min_count=2)),
+    TableSpec(name="tail", dim=8, policy=PolicySpec(kind="compact", idle_steps=2, epoch_end="forget_rare")),
 ]
 FAST = CallTimes(deadline_s=5.0, try_s=5.0, reconnect_s=0.3)
 
@@ -86,6 +89,7 @@ def train(store: EmbeddingStore, steps: int, seed: int, mode: UpdateMode = "sync
     who = Identity("job", epoch.epoch, 0)
     for step in range(1, steps + 1):
         ids = {spec.name: route(store, rng.zipf(1.3, 200) % 500 - 250) for spec in SPECS}
+        store.prefetch(ids)
         rows = store.pull(who, step, ids)
         assert all(len(rows[name].flags) == len(ids[name].row_ids) for name in ids)
         ack = store.push(
@@ -98,6 +102,7 @@ def train(store: EmbeddingStore, steps: int, seed: int, mode: UpdateMode = "sync
             heat = store.heat_histograms(who, step)["item"]
             occupied = np.flatnonzero(heat.counts)
             store.reselect(who, step, {"item": Frostline(int(occupied[len(occupied) // 2]))})
+    assert store.end_data_pass(who, steps)["tail"].forgotten > 0
     every = {spec.name: route(store, np.arange(-260, 260)) for spec in SPECS}
     rows = store.lookup(every)
     return {
@@ -106,6 +111,18 @@ def train(store: EmbeddingStore, steps: int, seed: int, mode: UpdateMode = "sync
         ]
         for name in every
     }
+
+
+def assert_same_mask(mine: dict[str, MaskInfo], theirs: dict[str, MaskInfo]) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, info in theirs.items():
+        assert mine[name].frostline == info.frostline
+        assert (mine[name].rows_ranked, mine[name].rows_ranked_before) == (info.rows_ranked, info.rows_ranked_before)
+        assert np.array_equal(mine[name].heat_counts_hot, info.heat_counts_hot), name
+        assert np.array_equal(mine[name].heat_counts_frozen, info.heat_counts_frozen), name
+        assert info.heat_counts_hot.sum() == info.stats.rows_hot == mine[name].stats.rows_hot
+        assert info.heat_counts_frozen.sum() == info.stats.rows_frozen == mine[name].stats.rows_frozen
+    assert 0 < theirs["item"].topk_overlap <= 1
 
 
 @pytest.mark.parametrize("wire_dtype", ["float32", "float16", "bfloat16"])
@@ -121,8 +138,10 @@ def test_equal_to_the_in_process_store(
     assert remote.wire_stats == local.wire_stats
     mine, theirs = remote.stats().tables, local.stats().tables
     for name in theirs:
-        for figure in ("rows_hot", "rows_frozen", "rows_probation", "moves_frozen", "moves_thawed", "rows_ignored"):
-            assert getattr(mine[name], figure) == getattr(theirs[name], figure), (name, figure)
+        for figure in TableStats.__dataclass_fields__:
+            if not figure.startswith("bytes_"):
+                assert getattr(mine[name], figure) == getattr(theirs[name], figure), (name, figure)
+    assert_same_mask(remote.mask_info(), local.mask_info())
     assert remote.table_specs() == {spec.name: spec for spec in SPECS}
     local.close()
 
@@ -220,7 +239,7 @@ def faulty(kind: str, ids: RoutedIds) -> tuple[str, TableGradients, str]:
         "rate": ("user", TableGradients(ids, values, float("inf")), "'user': learning_rate=inf"),
         "default": ("user", TableGradients(ids, values, 0.1, nan_default), "'user': the default row's gradient is not"),
         "default dim": ("user", TableGradients(ids, values, 0.1, np.ones(4, np.float32)), r"'user': .*float32\[8\]"),
-        "table": ("nope", good, r"'nope' does not exist \(tables: item, rare, user\)"),
+        "table": ("nope", good, r"'nope' does not exist \(tables: item, rare, tail, user\)"),
     }[kind]
 
 
@@ -425,3 +444,20 @@ def test_a_shard_that_lost_its_rows_is_noticed_before_an_epoch_begins(serve: Ser
         restarted.close()
     finally:
         fresh.stop()
+
+
+def test_hints_neither_wait_nor_fail_and_are_dropped_beyond_their_maximum(connect: Callable[..., RemoteStore]) -> None:
+    store = connect(1)
+    _, ids = started(store)
+    channel = store._channels[0]
+    for _ in range(10 * shard_channel.MAX_HINTS):
+        store.prefetch(ids)
+        assert channel._num_hints <= shard_channel.MAX_HINTS
+    channel.hint("EmbeddingShard/Prefetch", b"nonsense")
+    deadline_s = time.monotonic() + 10
+    while channel._num_hints and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert channel._num_hints == 0
+    store.close()
+    channel.hint("EmbeddingShard/Prefetch", b"")
+    assert channel._num_hints == 0

@@ -249,6 +249,43 @@ def test_a_repeated_slice_of_a_reselection_gets_the_same_answer(connect: Callabl
     assert stub.GetMaskInfo(pb.GetMaskInfoRequest()).tables[0].rows_frozen == len(IDS)
 
 
+def test_a_repeated_slice_of_the_end_of_a_data_pass_gets_the_same_answer(connect: Callable) -> None:
+    channel, stub = connect()
+    policy = PolicySpec(kind="idle", epoch_end="forget_rare", control_fraction=0)
+    spec = SPEC.model_copy(update={"name": "rare", "policy": policy})
+    stub.CreateTables(pb.CreateTablesRequest(spec_json=[spec.model_dump_json()]))
+    begin(stub, 1, 1)
+    pull = tensor_codec.encode_pull(Identity("job", 1, 0), 1, "float32", {"rare": IDS})
+    channel.unary_unary("/frostline.v1.EmbeddingShard/Pull")(pull, timeout=TIMEOUT_S)
+    Worker(channel, 0, 1).push(1).result()
+    who = pb.Caller(job="job", epoch=1, worker=0)
+    request = pb.AdvanceRequest(caller=who, step=1, end_data_pass=pb.EndDataPass())
+    first = stub.Advance(request)
+    assert stub.Advance(request) == first
+    assert first.done
+    assert [(move.table, move.forgotten) for move in first.moves] == [("rare", len(IDS))]
+    info = stub.GetMaskInfo(pb.GetMaskInfoRequest())
+    assert [(t.rows_hot, t.moves_forgotten) for t in info.tables if t.table == "rare"] == [(0, len(IDS))]
+
+
+def test_rows_by_heat_come_in_parts_that_add_up(connect: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    channel, stub = connect()
+    begin(stub, 1, 1)
+    worker = Worker(channel, 0, 1)
+    worker.pull(1, row_ids=np.arange(3000)).result()
+    worker.push(1).result()
+    monkeypatch.setattr("embedding_server.ranking.HISTOGRAM_ENTRIES", 1000)
+    counts, bucket, parts = np.zeros(64, np.int64), 0, []
+    while bucket or not parts:
+        reply = stub.GetMaskInfo(pb.GetMaskInfoRequest(with_heat=True, first_bucket=bucket))
+        counts += np.frombuffer(reply.tables[0].heat_counts_hot, np.int64)
+        parts.append(reply.tables[0].rows_hot)
+        bucket = reply.next_bucket
+    assert len(parts) > 2
+    assert (parts[0], sum(parts)) == (3000, 3000)
+    assert (counts[16], counts.sum()) == (3000, 3000)  # one visit now: heat 1
+
+
 def test_draining_ends_waiting_calls_and_refuses_new_ones(serve: Serve, connect: Callable) -> None:
     channel, stub = connect()
     begin(stub, 2, 1)

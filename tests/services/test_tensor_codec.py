@@ -113,6 +113,11 @@ def test_rows_and_generated_classes_agree(tables: dict, wire: str, cls: type, se
 def test_lookup_and_generated_classes_agree(tables: dict, wire: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     ids = {name: random_ids(rng, count) for name, (count, _) in tables.items()}
+    prefetched = codec.encode_prefetch(ids)
+    message = pb.PrefetchRequest.FromString(prefetched)
+    for encoded in (prefetched, message.SerializeToString()):
+        got = codec.decode_prefetch(encoded)
+        assert {name: row_ids.tolist() for name, row_ids in got.items()} == {n: i.tolist() for n, i in ids.items()}
     data = codec.encode_lookup(wire, ids)
     for encoded in (data, pb.LookupRequest.FromString(data).SerializeToString()):
         got_wire, got = codec.decode_lookup(encoded)
@@ -191,7 +196,7 @@ def test_a_cut_message_is_refused() -> None:
 
 @given(st.binary(max_size=300))
 def test_arbitrary_bytes_are_refused_or_read_but_never_crash(data: bytes) -> None:
-    for decode in (codec.decode_pull, codec.decode_push, codec.decode_lookup):
+    for decode in (codec.decode_pull, codec.decode_push, codec.decode_prefetch, codec.decode_lookup):
         with contextlib.suppress(InvalidInput):
             decode(data)
 

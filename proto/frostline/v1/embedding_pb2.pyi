@@ -321,17 +321,25 @@ class Reselect(_message.Message):
     slice: int
     def __init__(self, frostlines: _Optional[_Iterable[_Union[Frostline, _Mapping]]] = ..., slice: _Optional[int] = ...) -> None: ...
 
+class EndDataPass(_message.Message):
+    __slots__ = ("slice",)
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    slice: int
+    def __init__(self, slice: _Optional[int] = ...) -> None: ...
+
 class AdvanceRequest(_message.Message):
-    __slots__ = ("caller", "step", "collect_heat", "reselect")
+    __slots__ = ("caller", "step", "collect_heat", "reselect", "end_data_pass")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     COLLECT_HEAT_FIELD_NUMBER: _ClassVar[int]
     RESELECT_FIELD_NUMBER: _ClassVar[int]
+    END_DATA_PASS_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     step: int
     collect_heat: CollectHeat
     reselect: Reselect
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., collect_heat: _Optional[_Union[CollectHeat, _Mapping]] = ..., reselect: _Optional[_Union[Reselect, _Mapping]] = ...) -> None: ...
+    end_data_pass: EndDataPass
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., collect_heat: _Optional[_Union[CollectHeat, _Mapping]] = ..., reselect: _Optional[_Union[Reselect, _Mapping]] = ..., end_data_pass: _Optional[_Union[EndDataPass, _Mapping]] = ...) -> None: ...
 
 class AdvanceResponse(_message.Message):
     __slots__ = ("histograms", "moves", "done", "next_bucket")
@@ -418,6 +426,20 @@ class GetMaskInfoResponse(_message.Message):
     events: _containers.RepeatedScalarFieldContainer[str]
     next_bucket: int
     def __init__(self, tables: _Optional[_Iterable[_Union[TableMaskInfo, _Mapping]]] = ..., events: _Optional[_Iterable[str]] = ..., next_bucket: _Optional[int] = ...) -> None: ...
+
+class PrefetchRequest(_message.Message):
+    __slots__ = ("tables", "row_ids", "padding")
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    ROW_IDS_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    tables: _containers.RepeatedCompositeFieldContainer[TableIds]
+    row_ids: bytes
+    padding: bytes
+    def __init__(self, tables: _Optional[_Iterable[_Union[TableIds, _Mapping]]] = ..., row_ids: _Optional[bytes] = ..., padding: _Optional[bytes] = ...) -> None: ...
+
+class PrefetchResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("wire_dtype", "tables", "row_ids", "padding")

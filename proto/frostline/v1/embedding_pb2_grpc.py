@@ -75,6 +75,11 @@ class EmbeddingShardStub:
                 request_serializer=frostline_dot_v1_dot_embedding__pb2.GetMaskInfoRequest.SerializeToString,
                 response_deserializer=frostline_dot_v1_dot_embedding__pb2.GetMaskInfoResponse.FromString,
                 _registered_method=True)
+        self.Prefetch = channel.unary_unary(
+                '/frostline.v1.EmbeddingShard/Prefetch',
+                request_serializer=frostline_dot_v1_dot_embedding__pb2.PrefetchRequest.SerializeToString,
+                response_deserializer=frostline_dot_v1_dot_embedding__pb2.PrefetchResponse.FromString,
+                _registered_method=True)
 
 
 class EmbeddingShardServicer:
@@ -124,7 +129,7 @@ class EmbeddingShardServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Advance(self, request, context):
-        """The barrier between two steps: collects heat, or freezes and thaws. Repeat slices until `done`.
+        """The barrier between two steps: collects heat, freezes and thaws, or forgets. Repeat slices until `done`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,6 +137,13 @@ class EmbeddingShardServicer:
 
     def GetMaskInfo(self, request, context):
         """Rows and bytes of every table by state, and on demand rows by heat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Prefetch(self, request, context):
+        """A hint that these row_ids will be pulled soon: frozen rows that lie on disk are read ahead. Changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -179,6 +191,11 @@ def add_EmbeddingShardServicer_to_server(servicer, server):
                     servicer.GetMaskInfo,
                     request_deserializer=frostline_dot_v1_dot_embedding__pb2.GetMaskInfoRequest.FromString,
                     response_serializer=frostline_dot_v1_dot_embedding__pb2.GetMaskInfoResponse.SerializeToString,
+            ),
+            'Prefetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=frostline_dot_v1_dot_embedding__pb2.PrefetchRequest.FromString,
+                    response_serializer=frostline_dot_v1_dot_embedding__pb2.PrefetchResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -398,6 +415,33 @@ class EmbeddingShard:
             '/frostline.v1.EmbeddingShard/GetMaskInfo',
             frostline_dot_v1_dot_embedding__pb2.GetMaskInfoRequest.SerializeToString,
             frostline_dot_v1_dot_embedding__pb2.GetMaskInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/frostline.v1.EmbeddingShard/Prefetch',
+            frostline_dot_v1_dot_embedding__pb2.PrefetchRequest.SerializeToString,
+            frostline_dot_v1_dot_embedding__pb2.PrefetchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,83 @@
+"""Messages of Advance and GetMaskInfo from and to the dataclasses of embedding_server.store.
+
+int64 arrays travel as little-endian bytes; an array that is not there is empty bytes and reads as zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+
+from embedding_server.store import NUM_HEAT_BANDS, Frostline, HeatHistogram, MaskInfo, Moves, TableStats
+from frostline.v1 import embedding_pb2 as pb
+
+_STATS = tuple(TableStats.__dataclass_fields__)
+
+
+def _bytes(counts: np.ndarray) -> bytes:
+    return np.ascontiguousarray(counts, "<i8").tobytes()
+
+
+def _counts(data: bytes, length: int | None = None) -> np.ndarray:
+    return np.frombuffer(data, "<i8").astype(np.int64) if data or length is None else np.zeros(length, np.int64)
+
+
+def frostline_message(table: str, line: Frostline) -> pb.Frostline:
+    return pb.Frostline(table=table, **asdict(line))
+
+
+def frostline_of(message: pb.Frostline) -> Frostline:
+    return Frostline(message.bin, message.tie_fraction, message.margin_bins, message.held_fraction)
+
+
+def histogram_message(table: str, heat: HeatHistogram) -> pb.HeatHistogram:
+    return pb.HeatHistogram(
+        table=table,
+        counts=_bytes(heat.counts),
+        rows_total=heat.rows_total,
+        rows_probation=heat.rows_probation,
+        counts_hot=_bytes(heat.counts_hot),
+    )
+
+
+def histogram_of(message: pb.HeatHistogram) -> HeatHistogram:
+    counts, counts_hot = _counts(message.counts), _counts(message.counts_hot)
+    return HeatHistogram(counts, message.rows_total, message.rows_probation, counts_hot)
+
+
+def moves_message(table: str, moves: Moves) -> pb.Moves:
+    return pb.Moves(table=table, **asdict(moves))
+
+
+def moves_of(message: pb.Moves) -> Moves:
+    return Moves(message.frozen, message.thawed, message.unfreezable, message.forgotten)
+
+
+def stats_message(table: str, stats: TableStats) -> pb.TableMaskInfo:
+    return pb.TableMaskInfo(table=table, **asdict(stats))
+
+
+def stats_of(message: pb.TableMaskInfo) -> TableStats:
+    return TableStats(**{name: getattr(message, name) for name in _STATS})
+
+
+def mask_info_message(table: str, info: MaskInfo) -> pb.TableMaskInfo:
+    message = stats_message(table, info.stats)
+    if info.frostline is not None:
+        message.frostline.CopyFrom(frostline_message(table, info.frostline))
+    message.heat_counts_hot = _bytes(info.heat_counts_hot)
+    message.heat_counts_frozen = _bytes(info.heat_counts_frozen)
+    message.rows_ranked, message.rows_ranked_before = info.rows_ranked, info.rows_ranked_before
+    return message
+
+
+def mask_info_of(message: pb.TableMaskInfo) -> MaskInfo:
+    return MaskInfo(
+        stats_of(message),
+        frostline_of(message.frostline) if message.HasField("frostline") else None,
+        _counts(message.heat_counts_hot, NUM_HEAT_BANDS),
+        _counts(message.heat_counts_frozen, NUM_HEAT_BANDS),
+        message.rows_ranked,
+        message.rows_ranked_before,
+    )
