@@ -205,3 +205,56 @@ def test_a_frostline_as_heat():
     assert frostline_heat(Frostline(-1), 100, 10.0) == 0.0
     assert frostline_heat(Frostline(1024), 0, 10.0) == pytest.approx(1.0)  # code 16384: one visit now
     assert frostline_heat(Frostline(1024 + 64), 0, 10.0) == pytest.approx(2.0)
+
+
+def rows_that_matter(policy: str, **advanced: object) -> Job:
+    """Labels follow from the row_ids, and rows learn fast: one that does not train costs much."""
+    return make_job(
+        {
+            **job_with(policy).model_dump(mode="json"),
+            "data": {
+                "reader": "synthetic",
+                "num_samples": 20_000,
+                "num_test_samples": 0,
+                "num_features": 1,
+                "num_dense": 1,
+                "cardinalities": [1500],
+                "truth_scale": 2.5,
+            },
+            "embedding": {
+                "dim": 8,
+                "policy": policy,
+                "hot_fraction": 0.05,
+                "idle_samples": 2000,
+                "learning_rate": {"base": 0.1},
+                "advanced": {
+                    "reselect_every_samples": 1000,
+                    "control_fraction": 0.2,
+                    "initial_accumulator": 1e-5,
+                    **advanced,
+                },
+            },
+            "model": {"kind": "dlrm", "dense_layers": [8, 8], "over_layers": [8, 1]},
+            "trainer": {
+                "batch_size": 100,
+                "precision": "float32",
+                "dense_optimizer": {"learning_rate": {"base": 0.01}},
+            },
+        }
+    )
+
+
+def test_freezing_rows_that_are_needed_raises_an_event_and_freezing_idle_rows_does_not(tmp_path):
+    found = {}
+    for policy in ("topk", "idle"):
+        store = InprocStore(memory_limit_bytes=MEMORY_BYTES)
+        job = rows_that_matter(policy, probation_visits=0, resume=False)
+        found[policy] = run_worker(job, policy, store, Group(), tmp_path, lambda progress: None).mask_info
+        store.close()
+    hurt, spared = (found[policy]["tables"]["cat_0"] for policy in ("topk", "idle"))
+    assert hurt["control"]["is_alarm"]
+    assert hurt["control"]["low"] > 0.03
+    assert [event for event in found["topk"]["events"] if "max_loss" in event]
+    assert spared["rows"]["frozen"] > 300
+    assert spared["control"]["low"] < 0.002 < spared["control"]["high"]
+    assert not [event for event in found["idle"]["events"] if "max_loss" in event]
