@@ -1,0 +1,102 @@
+"""Blocks and pages under frozen rows, and locations, against plain Python."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embedding_server.kernels import locations as kernels
+from embedding_server.kernels import paging
+from embedding_server.kernels.locations import FROZEN, MAX_SLOTS, SLOT_SHIFT
+from embedding_server.segment_reader import ASKED_FOR, CHECKED, UNCHECKED
+
+BLOCK = 1 << 16
+
+
+class Slots:
+    """Tables of three slots: 0 in a buffer, 1 and 2 in maps of 4 and 3 blocks, whose items begin within a page."""
+
+    def __init__(self) -> None:
+        self.memory = [mmap.mmap(-1, blocks * BLOCK) for blocks in (4, 4, 3)]
+        self.starts = [np.frombuffer(memory, np.uint8).ctypes.data for memory in self.memory]
+        self.bases, self.item_bytes, self.maps, self.states, self.sizes = np.zeros((5, MAX_SLOTS), np.int64)
+        self.blocks = {slot: np.zeros(4, np.uint8) for slot in (1, 2)}
+        for slot, (offset, item_bytes) in enumerate(((0, 8), (104, 68), (40, 500))):
+            self.bases[slot] = self.starts[slot] + offset
+            self.item_bytes[slot] = item_bytes
+        for slot, blocks in self.blocks.items():
+            self.maps[slot], self.states[slot] = self.starts[slot], blocks.ctypes.data
+            self.sizes[slot] = len(self.memory[slot])
+
+    def blocks_of(self, slot: int, position: int) -> range:
+        if slot == 0:
+            return range(0)
+        start = int(self.bases[slot] - self.maps[slot]) + position * int(self.item_bytes[slot])
+        return range(start // BLOCK, (start + int(self.item_bytes[slot]) - 1) // BLOCK + 1)
+
+
+LAST = {0: 30_000, 1: (4 * BLOCK - 104) // 68 - 1, 2: (3 * BLOCK - 40) // 500 - 1}
+places = st.sampled_from(sorted(LAST)).flatmap(lambda slot: st.tuples(st.just(slot), st.integers(0, LAST[slot])))
+
+
+def locations_of(chosen: list[tuple[int, int]]) -> np.ndarray:
+    return np.array([FROZEN | slot << SLOT_SHIFT | position for slot, position in chosen], np.uint32)
+
+
+@given(
+    st.lists(places, max_size=40), st.lists(st.sampled_from([UNCHECKED, CHECKED, ASKED_FOR]), min_size=8, max_size=8)
+)
+def test_unchecked_blocks_are_those_under_the_items_each_once(chosen, states) -> None:
+    slots = Slots()
+    slots.blocks[1][:], slots.blocks[2][:] = states[:4], states[4:]
+    before = {slot: blocks.copy() for slot, blocks in slots.blocks.items()}
+    under = {(slot, block) for slot, position in chosen for block in slots.blocks_of(slot, position)}
+    expected = {(slot, block) for slot, block in under if before[slot][block] != CHECKED}
+    out = np.empty((2 * len(chosen), 2), np.int64)
+    tables = slots.bases, slots.item_bytes, slots.maps, slots.states
+    n = paging.unchecked_blocks(locations_of(chosen), *tables, out)
+    assert sorted(map(tuple, out[:n].tolist())) == sorted(expected)
+    for slot, blocks in slots.blocks.items():
+        wanted = [CHECKED if (slot, b) in under else before[slot][b] for b in range(4)]
+        assert blocks.tolist() == wanted
+
+
+@given(st.lists(places, max_size=40))
+def test_page_in_asks_once_for_the_blocks_it_will_check(chosen) -> None:
+    slots = Slots()
+    under = {(slot, block) for slot, position in chosen for block in slots.blocks_of(slot, position)}
+    tables = slots.bases, slots.item_bytes, slots.maps, slots.states, slots.sizes
+    for _ in range(2):
+        paging.page_in(locations_of(chosen), *tables)
+        asked = {(slot, b) for slot, blocks in slots.blocks.items() for b in range(4) if blocks[b] == ASKED_FOR}
+        assert asked == under
+    blocks = np.array([*under, (0, 0)], np.int64).reshape(-1, 2)
+    paging.page_in_blocks(blocks, len(under), slots.maps, slots.sizes)
+
+
+def test_absent_pages_are_seen_in_a_sample() -> None:
+    slots = Slots()
+    tables = slots.bases, slots.item_bytes, slots.maps
+    everywhere = locations_of([(1, position) for position in range(0, LAST[1], 7)])
+    assert paging.any_absent(everywhere, *tables, 32)  # nothing was written to this map yet
+    np.frombuffer(slots.memory[1], np.uint8)[:] = 1
+    assert not paging.any_absent(everywhere, *tables, 32)
+    assert not paging.any_absent(locations_of([(0, 5)]), *tables, 32)  # a buffer is in memory
+    assert not paging.any_absent(everywhere[:0], *tables, 32)
+
+
+@given(st.lists(places, max_size=20))
+def test_locations_lead_to_their_items(chosen) -> None:
+    slots = Slots()
+    locations = locations_of(chosen)
+    addresses = np.empty(len(chosen), np.int64)
+    kernels.addresses_of(locations, slots.bases, slots.item_bytes, addresses)
+    assert addresses.tolist() == [int(slots.bases[s] + p * slots.item_bytes[s]) for s, p in chosen]
+    marks = np.zeros(MAX_SLOTS, np.uint8)
+    marks[:3] = 4, 8, 16
+    found = np.empty(len(chosen), np.uint8)
+    kernels.gather_by_slot(locations, marks, found)
+    assert found.tolist() == [int(marks[slot]) for slot, _ in chosen]
