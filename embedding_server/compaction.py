@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embedding_server.index import FROZEN_BIT
-
 if TYPE_CHECKING:
     from embedding_server.table import Table
 
@@ -47,19 +45,17 @@ def move_slice(table: Table) -> None:
     assert table.slots.target is not None
     target, first = table.slots.target, table.compaction_bucket
     last = min(table.index.num_buckets, first + max(1, table.index.num_buckets // _SLICES))
-    entries = table.index.scan(first, last)
-    at = np.flatnonzero(((entries.locations & FROZEN_BIT) == 0) & (entries.locations >= target))
-    holes = table.slots.take_free(at.shape[0])
-    if holes.shape[0] < at.shape[0]:  # rows arrived meanwhile: the target is too low now
+    addresses, slots = table.index.scan_hot_from(first, last, target)
+    holes = table.slots.take_free(slots.shape[0])
+    if holes.shape[0] < slots.shape[0]:  # rows arrived meanwhile: the target is too low now
         table.slots.give_back(holes)
         table.slots.end_compaction(finished=False)
         return
-    slots = entries.locations[at].astype(np.int32)
     table.hot.move(slots, holes)
     table.generation += 1
     table.last_step.array[holes] = table.last_step.array[slots]
     table.visits.array[holes] = table.visits.array[slots]
-    table.index.set_locations(entries.addresses[at], holes.astype(np.uint32))
+    table.index.set_locations(addresses, holes.astype(np.uint32))
     table.compaction_bucket = last
     if last == table.index.num_buckets:
         table.slots.end_compaction(finished=True)

@@ -248,6 +248,22 @@ def _scan_unvisited(
     return n
 
 
+@kernel(int64(_I64, _I64, int64, int64, int64, _I64, _U32))
+def _scan_hot_from(addresses, capacities, first, last, least_slot, out_entries, out_locations):
+    n = 0
+    for b in range(first, last):
+        entries = entries_at(addresses[b], capacities[b])
+        tags = _tags_at(addresses[b], capacities[b])
+        for i in range(capacities[b]):
+            if tags[i] != 0:
+                location = entries[i].location
+                if not location & FROZEN_BIT and location >= least_slot:
+                    out_entries[n] = addresses[b] + ENTRY_BYTES * i
+                    out_locations[n] = location
+                    n += 1
+    return n
+
+
 @kernel(void(_I64, _I64, int64))
 def _lower_heat(addresses, capacities, by):
     for b in range(addresses.shape[0]):
@@ -380,6 +396,13 @@ class Index:
         out = (np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.uint32), np.empty(room, np.uint16))
         n = _scan_unvisited(self._addresses, self._capacities, first_bucket, last_bucket, last_step, until, *out)
         return Entries(*out).take(slice(n))
+
+    def scan_hot_from(self, first_bucket: int, last_bucket: int, least_slot: int) -> tuple[np.ndarray, np.ndarray]:
+        """Addresses int64[n] and slots int32[n] of hot entries of buckets [first, last) in least_slot or above."""
+        room = self.count_in(first_bucket, last_bucket)  # memory is committed for what is found only
+        entries, locations = np.empty(room, np.int64), np.empty(room, np.uint32)
+        n = _scan_hot_from(self._addresses, self._capacities, first_bucket, last_bucket, least_slot, entries, locations)
+        return entries[:n], locations[:n].view(np.int32)
 
     def _reserve(self, row_ids: np.ndarray) -> None:
         arriving = _count_buckets(row_ids, self.num_buckets)

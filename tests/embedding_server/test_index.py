@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -164,3 +165,18 @@ def test_rebase_codes_is_what_lower_heat_does() -> None:
     index.lower_heat(int(heat.CODES_PER_REBASE))
     assert np.array_equal(index.scan(0, 2).heat, heat.rebase_codes(before, 1))
     assert sorted(before.tolist())[0] == 0
+
+
+@pytest.mark.parametrize("least", [0, 1500, 2999, 3000])
+def test_scan_hot_from_is_what_a_scan_and_a_comparison_give(least: int) -> None:
+    index = Index(8)
+    ids = np.unique(np.random.default_rng(7).integers(-(2**63), 2**63 - 1, 3_000))
+    _insert(index, ids, 0)
+    frozen = ids[::3]
+    index.set_locations(index.locate(frozen)[0], np.arange(frozen.shape[0], dtype=np.uint32) | FROZEN_BIT)
+    entries = index.scan(2, 7)
+    at = np.flatnonzero(((entries.locations & FROZEN_BIT) == 0) & (entries.locations >= least))
+    addresses, slots = index.scan_hot_from(2, 7, least)
+    assert slots.dtype == np.int32
+    assert np.array_equal(addresses, entries.addresses[at])
+    assert np.array_equal(slots, entries.locations[at])
