@@ -1,8 +1,8 @@
 """What freezing costs, measured while it runs: losses of rows that may freeze against those of a control group.
 
-    group = ControlGroup(tables, is_control)       at the first re-selection; before it nothing has frozen
-    group.observe(lookups, losses, labels)         every step, with losses made before the step trained on its samples
-    group.differences(group.all_sums)              by table: Difference with its 95% interval
+    group = ControlGroup(tables, is_control, merged)   at the first re-selection; before it nothing has frozen
+    group.observe(lookups, losses, labels)             every step, with losses made before training on the samples
+    group.differences(group.all_sums)                  by table: Difference with its 95% interval
 
 control_fraction of a table's buckets, drawn by seed, never freeze (policy.control_buckets), so their rows are a random
 sample of the table's, trained in full. A sample's loss before it was trained on is held-out loss: no split is spent.
@@ -16,6 +16,10 @@ Comparing within a band removes what matters most and has nothing to do with fre
 ones, and the groups need not hold equally many of each. What is left is that row_ids differ in how easily their samples
 are predicted, above all because they differ in their share of positives. Labels are the data's and no policy changes
 them, so the part of the loss that goes with them is taken out by regression (slope beta_b over the buckets).
+
+A table that forgets rows loses their heat too. There, all row_ids that could have been forgotten count as one band:
+those without a row of their own and those with no more heat than forget_below visits can give (merged_band). In other
+tables look-ups without a row are left out, as they read the same default row in both groups.
 
 A bucket's row_ids fall together into one group, so buckets are what was drawn at random, and the interval is clustered
 by bucket: with r_bk the bucket's sum of loss less n_bk m_bg and less beta_b times the same of its labels, and V the
@@ -34,7 +38,7 @@ and their means say nothing, in the low ones thousands of row_ids do, and those 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,6 +47,7 @@ from numba import carray, njit
 
 from embedding_server.kernels.hashing import bucket_of, hash_row_id
 from embedding_server.kernels.vectors import at, pointer_to
+from embedding_server.spec import PolicySpec
 from embedding_server.store import BAND_SHIFT, FOUND, NUM_BUCKETS
 from trainer.kernels import FIRST_BAG, FIRST_LOOKUP, NUM_BAGS
 
@@ -56,6 +61,7 @@ MIN_CONTROL_BUCKETS = 5
 #: within a band, no bucket counts for more than so many times the median of those that have look-ups
 MAX_OF_MEDIAN = 3.0
 CONFIDENCE = 0.95
+NOTHING_FORGOTTEN = -1  # in place of a merged_band
 #: what is summed of the look-ups of a band and bucket: their loss, their label, one
 LOSS, LABEL, LOOKUPS, NUM_SUMS = range(4)
 
@@ -83,22 +89,26 @@ class ControlGroup:
     Thread safety: one thread at a time.
     """
 
-    def __init__(self, tables: Sequence[str], is_control: dict[str, np.ndarray]) -> None:
-        """`tables`: all of the collection, in its order; is_control: bool[NUM_BUCKETS] by table.
+    def __init__(
+        self, tables: Sequence[str], is_control: Mapping[str, np.ndarray], merged: Mapping[str, int] | None = None
+    ) -> None:
+        """`tables`: all of the collection, in its order; by table is_control, bool[NUM_BUCKETS], and merged_band.
 
-        A table without control buckets, or without others, has no control group.
+        A table without control buckets, or without others, has no control group; one that is not in `merged` forgets
+        nothing.
         """
         self.is_control = {name: mask for name, mask in is_control.items() if mask.any() and not mask.all()}
         self._tables = list(tables)
         places = iter(range(len(self.is_control)))
         #: int64[T]: where a table's sums lie, -1 for a table without a control group
         self._places = np.array([next(places) if name in self.is_control else -1 for name in tables], np.int64)
+        self._merged = np.array([(merged or {}).get(name, NOTHING_FORGOTTEN) for name in tables], np.int64)
         self._sums = np.zeros((len(self.is_control), NUM_BANDS * NUM_BUCKETS, NUM_SUMS))
 
     def observe(self, lookups: Lookups, losses: np.ndarray, labels: np.ndarray) -> None:
         """Adds one batch of a pooled collection; losses and labels float32[B], made before the batch was trained on.
 
-        Every look-up counts, with its sample's loss, if its row_id has a row of its own.
+        Every look-up counts, with its sample's loss.
         """
         if not self.is_control:
             return
@@ -108,8 +118,9 @@ class ControlGroup:
                 addresses[t] = lookups.rows[name].flags.__array_interface__["data"][0]
         cells = lookups.plan.arrays.take(int(lookups.num_unique.max(initial=0)), np.int32)
         add_losses(
-            addresses, _NO_FLAGS, self._places, lookups.plan.slots_of_table, lookups.slots, lookups.bag_offsets,
-            lookups.inverse, lookups.unique, lookups.starts, lookups.num_unique, losses, labels, cells, self._sums,
+            addresses, _NO_FLAGS, self._places, self._merged, lookups.plan.slots_of_table, lookups.slots,
+            lookups.bag_offsets, lookups.inverse, lookups.unique, lookups.starts, lookups.num_unique, losses, labels,
+            cells, self._sums,
         )  # fmt: skip
 
     @property
@@ -127,12 +138,13 @@ class ControlGroup:
 
 @njit(nogil=True, cache=True)
 def add_losses(
-    flag_addresses, like, places, slots_of_table, slots, bag_offsets, inverse, unique, starts, num_unique, losses,
-    labels, cells, sums,
+    flag_addresses, like, places, merged, slots_of_table, slots, bag_offsets, inverse, unique, starts, num_unique,
+    losses, labels, cells, sums,
 ):  # fmt: skip
-    """Adds (loss, label, 1) of every look-up of a row that is FOUND to sums[places[t], band * NUM_BUCKETS + bucket].
+    """Adds (loss, label, 1) of every look-up that counts to sums[places[t], band * NUM_BUCKETS + bucket].
 
-    flag_addresses int64[T] of uint8[U_t]; losses, labels float32[B]; cells int32[max U_t] is scratch; sums
+    flag_addresses int64[T] of uint8[U_t]; merged int64[T], bands that count as 0 together with what is not FOUND, or
+    NOTHING_FORGOTTEN: then only what is FOUND counts; losses, labels float32[B]; cells int32[max U_t] is scratch; sums
     float64[., ., NUM_SUMS]; the others as in trainer/kernels.py. Tables with places[t] < 0 are left out.
     """
     for t in range(places.size):
@@ -143,7 +155,10 @@ def add_losses(
         for u in range(num_unique[t]):
             bits = np.int64(flags[at(u)])
             bucket = bucket_of(hash_row_id(unique[base + u]), np.uint64(NUM_BUCKETS))
-            cells[u] = (bits >> BAND_SHIFT) * NUM_BUCKETS + bucket if bits & FOUND else -1
+            band = bits >> BAND_SHIFT if bits & FOUND else np.int64(-1)
+            if 0 <= merged[t] and band <= merged[t]:
+                band = np.int64(0)
+            cells[u] = band * NUM_BUCKETS + bucket if band >= 0 else -1
         for k in range(slots_of_table[t], slots_of_table[t + 1]):
             bags = bag_offsets[slots[k, FIRST_BAG] :]
             rows = inverse[slots[k, FIRST_LOOKUP] :]
@@ -154,6 +169,15 @@ def add_losses(
                         of_table[cell, LOSS] += losses[j]
                         of_table[cell, LABEL] += labels[j]
                         of_table[cell, LOOKUPS] += 1.0
+
+
+def merged_band(policy: PolicySpec) -> int:
+    """The highest band of a row_id that has been forgotten and comes back, had it kept its heat; NOTHING_FORGOTTEN."""
+    forgets = policy.kind == "compact" or (policy.kind != "off" and policy.epoch_end == "forget_rare")
+    if not forgets or policy.forget_below == 0:
+        return NOTHING_FORGOTTEN
+    # up to forget_below - 1 visits before this one, none of which counts more than 1
+    return min(NUM_BANDS - 1, math.floor(4.0 * math.log2(policy.forget_below)))
 
 
 def judge(sums: np.ndarray, is_control: np.ndarray) -> Difference:

@@ -22,7 +22,7 @@ from embedding_server.heat import CODES_PER_BIN, heat_of_codes
 from embedding_server.policy import control_buckets
 from embedding_server.spec import TableSpec
 from embedding_server.store import DEFAULT, TRAINABLE, WIRE_NUMPY, EmbeddingStore, Frostline, MaskInfo, push_dtype
-from trainer.control_group import ControlGroup, Difference
+from trainer.control_group import ControlGroup, Difference, merged_band
 from trainer.data.batch import Batch
 from trainer.group import Group
 from trainer.job import Job
@@ -54,7 +54,8 @@ class Watch:
         """From here on losses count. A second call changes nothing."""
         if self._control is None:
             buckets = {name: control_buckets(spec) for name, spec in self._specs.items()}
-            self._control = ControlGroup(self._tables, buckets)
+            merged = {name: merged_band(spec.policy) for name, spec in self._specs.items()}
+            self._control = ControlGroup(self._tables, buckets, merged)
 
     def observe(self, lookups: Lookups | None, batch: Batch, logits: torch.Tensor) -> None:
         """logits float32[B], of the forward that made these look-ups; None: it made none."""

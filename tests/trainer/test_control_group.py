@@ -11,16 +11,19 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embedding_server.inproc import InprocStore
 from embedding_server.kernels.hashing import buckets_of
+from embedding_server.spec import PolicySpec
 from embedding_server.store import BAND_SHIFT, FOUND, NUM_BUCKETS, Rows
 from trainer.control_group import (
     LABEL,
     LOOKUPS,
     LOSS,
+    NOTHING_FORGOTTEN,
     NUM_BANDS,
     NUM_SUMS,
     UNKNOWN,
     ControlGroup,
     judge,
+    merged_band,
     t_probability,
     t_quantile,
 )
@@ -34,12 +37,13 @@ def mask_of(*buckets: int) -> np.ndarray:
     return mask
 
 
-def test_every_look_up_of_a_found_row_counts_once_with_its_samples_loss():
+def test_every_look_up_that_counts_does_so_once_with_its_samples_loss():
     rng = np.random.default_rng(3)
     tables = [Table("a", 4, ["x", "y"]), Table("b", 4, ["y"]), Table("c", 4, ["z"])]
     store = InprocStore(memory_limit_bytes=64 << 20)
     plan = LookupPlan(tables, store, is_pooled=True, is_weighted=False, num_threads=1)
-    group = ControlGroup(["a", "b", "c"], {"a": mask_of(1), "c": mask_of(2, 3)})
+    merged = {"a": NOTHING_FORGOTTEN, "c": 6}
+    group = ControlGroup(["a", "b", "c"], {"a": mask_of(1), "c": mask_of(2, 3)}, merged)
     expected = {name: np.zeros((NUM_BANDS, NUM_BUCKETS, NUM_SUMS)) for name in ("a", "c")}
     features = {"a": ["x", "y"], "c": ["z"]}
     for _ in range(3):
@@ -59,9 +63,13 @@ def test_every_look_up_of_a_found_row_counts_once_with_its_samples_loss():
             for feature in features[name]:
                 for sample, bag in enumerate(bags[feature].to_dense()):
                     for row_id in bag.tolist():
-                        if flag_of[row_id] & FOUND:
-                            bucket = int(buckets_of(np.array([row_id]), NUM_BUCKETS)[0])
-                            sums[flag_of[row_id] >> BAND_SHIFT, bucket] += (losses[sample], labels[sample], 1.0)
+                        found, band = flag_of[row_id] & FOUND, flag_of[row_id] >> BAND_SHIFT
+                        if name == "c" and (not found or band <= 6):
+                            band = 0
+                        elif not found:
+                            continue
+                        bucket = int(buckets_of(np.array([row_id]), NUM_BUCKETS)[0])
+                        sums[band, bucket] += (losses[sample], labels[sample], 1.0)
     store.close()
     assert sum(sums[..., LOOKUPS].sum() for sums in expected.values()) > 50
     np.testing.assert_allclose(group.all_sums, np.stack([expected["a"], expected["c"]]), rtol=1e-6)
@@ -71,6 +79,21 @@ def test_tables_without_a_control_group_cost_nothing():
     group = ControlGroup(["a", "b"], {"a": mask_of(), "b": np.ones(NUM_BUCKETS, np.bool_)})
     assert group.all_sums.size == 0
     assert group.differences(group.all_sums) == {}
+
+
+@pytest.mark.parametrize(
+    ("policy", "band"),
+    [
+        (PolicySpec(kind="compact", forget_below=3), 6),  # heat 3: 4 log2 3 = 6.3
+        (PolicySpec(kind="compact", forget_below=1), 0),
+        (PolicySpec(kind="compact", forget_below=0), NOTHING_FORGOTTEN),
+        (PolicySpec(kind="idle", epoch_end="forget_rare", forget_below=255), 31),
+        (PolicySpec(kind="off", epoch_end="forget_rare"), NOTHING_FORGOTTEN),
+        (PolicySpec(kind="idle"), NOTHING_FORGOTTEN),
+    ],
+)
+def test_bands_that_forgotten_rows_could_be_in_are_one(policy, band):
+    assert merged_band(policy) == band
 
 
 def planted(is_control: np.ndarray, effect: float, seed: int, num_ids: int = 3000) -> np.ndarray:
