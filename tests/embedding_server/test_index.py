@@ -172,7 +172,7 @@ def test_scan_hot_from_is_what_a_scan_and_a_comparison_give(least: int) -> None:
     index = Index(8)
     ids = np.unique(np.random.default_rng(7).integers(-(2**63), 2**63 - 1, 3_000))
     _insert(index, ids, 0)
-    frozen = ids[::3]
+    frozen = np.ascontiguousarray(ids[::3])
     index.set_locations(index.locate(frozen)[0], np.arange(frozen.shape[0], dtype=np.uint32) | FROZEN_BIT)
     entries = index.scan(2, 7)
     at = np.flatnonzero(((entries.locations & FROZEN_BIT) == 0) & (entries.locations >= least))
