@@ -156,7 +156,7 @@ def add_losses(
             bits = np.int64(flags[at(u)])
             bucket = bucket_of(hash_row_id(unique[base + u]), np.uint64(NUM_BUCKETS))
             band = bits >> BAND_SHIFT if bits & FOUND else np.int64(-1)
-            if 0 <= merged[t] and band <= merged[t]:
+            if merged[t] >= 0 and band <= merged[t]:
                 band = np.int64(0)
             cells[u] = band * NUM_BUCKETS + bucket if band >= 0 else -1
         for k in range(slots_of_table[t], slots_of_table[t + 1]):
