@@ -217,7 +217,7 @@ _LINES = (
     ("test logloss", "test_logloss", "metric"),
     ("test NE", "test_ne", "metric"),
     ("bytes, peak", "bytes_peak", "bytes"),
-    ("bytes, at the end", "bytes_total", "bytes"),
+    ("bytes, end", "bytes_total", "bytes"),
     ("  hot weights", "bytes_hot", "bytes"),
     ("  optimizer state", "bytes_state", "bytes"),
     ("  frozen", "bytes_frozen", "bytes"),
@@ -229,7 +229,7 @@ _LINES = (
     ("bytes pulled", "bytes_pulled", "bytes"),
     ("bytes pushed", "bytes_pushed", "bytes"),
     ("gradient rows sent", "rows_pushed", "count"),
-    ("  not sent: row is frozen", "rows_push_saved", "count"),
+    ("  not sent (frozen)", "rows_push_saved", "count"),
     ("samples/s", "samples_per_s", "count"),
     ("seconds", "wall_s", "seconds"),
 )

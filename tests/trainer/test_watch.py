@@ -136,6 +136,21 @@ def test_the_store_is_told_the_end_of_every_pass(mode, tmp_path):
     assert store.ends == [24, 48, 72]
 
 
+def test_rare_rows_are_forgotten_at_the_end_of_a_pass_but_for_the_control_group(tmp_path):
+    found = {}
+    for epoch_end in ("keep", "forget_rare"):
+        store = InprocStore(memory_limit_bytes=MEMORY_BYTES)
+        job = job_with("idle", epoch_end=epoch_end)
+        found[epoch_end] = run_worker(job, epoch_end, store, Group(), tmp_path, lambda progress: None)
+        store.close()
+    kept, left = found["keep"], found["forget_rare"]
+    before, after = (summary.mask_info["total"]["rows"] for summary in (kept, left))
+    moves = left.mask_info["total"]["moves"]
+    assert moves["forgotten"] > 100
+    assert after["hot"] + after["frozen"] == before["hot"] + before["frozen"] - moves["forgotten"]
+    assert left.bytes_peak >= kept.bytes_total > left.bytes_total > 0
+
+
 def test_a_pass_that_is_cut_short_has_no_end(tmp_path):
     store = Store()
     job = job_with("idle", epoch_end="forget_rare")
