@@ -18,7 +18,7 @@ from services.command_options import JobFile, JsonOption, SettingsOption, errors
 if TYPE_CHECKING:
     from trainer.estimate import Estimate
     from trainer.job import Job
-    from trainer.tune import Point, TuneResult
+    from trainer.tune import TuneResult
 
 _MAX_TABLES_SHOWN = 20
 
@@ -74,8 +74,8 @@ def tune(
 
     The bytes of all settings are estimated over the whole job (see `frostline estimate`). Then short runs in this
     process, over the first samples of the data, measure what each setting loses against `policy: off`, from the fewest
-    bytes up until one loses no more than --max-auc-drop. Each sample is scored before it is trained on, and the second
-    half of a run counts, so that no test sample is touched.
+    bytes up until the 95% interval of a loss lies below --max-auc-drop. Each sample is scored before it is trained on,
+    and the second half of a run counts, so that no test sample is touched.
 
     Prints the frontier of AUC against bytes, the pick, and the --set lines that use it. The job's arms are left out,
     and knobs of single tables stay as they are.
@@ -213,16 +213,16 @@ def pick_lines(result: TuneResult) -> list[str]:
     if not result.meets_budget:
         lines.append(f"no setting fits --budget-bytes={result.budget_bytes}; raise it, or lower embedding.dim")
     if not result.meets_drop:
-        lines.append(f"it loses more than --max-auc-drop={result.max_auc_drop}; within the bytes nothing loses less")
-    elif _is_unsure(pick, result.max_auc_drop):
-        lines.append(f"the interval reaches above {result.max_auc_drop}; more --samples would tell")
+        surely = "it may lose" if pick.auc_drop <= result.max_auc_drop else "it loses"
+        lines.append(f"{surely} more than --max-auc-drop={result.max_auc_drop}; no setting in the budget loses less")
+    for point in result.may_do()[:1]:
+        lines.append(
+            f"{point.candidate.name} takes {point.bytes_peak / 1e6:,.1f} MB and may do too: its drop is "
+            f"{point.auc_drop:+.3f} [{point.low:+.3f}, {point.high:+.3f}]; more --samples would tell"
+        )
     settings = pick.candidate.set_lines()
     lines.append("use it: " + (" ".join(f"--set {line}" for line in settings) if settings else "the job as it is"))
     return lines
-
-
-def _is_unsure(point: Point, max_auc_drop: float) -> bool:
-    return point.candidate.policy != "off" and point.high > max_auc_drop
 
 
 def _columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -5,13 +5,14 @@
 1. The bytes of every candidate of the grid (tune_grid.py) are estimated over the whole job, all in one reading and
    without training (estimate.py).
 2. The job with every row training (policy off) runs over a prefix of the data: the AUC to compare with.
-3. Candidates within the budget run over the same prefix, the fewest bytes first, until one loses no more than
+3. Candidates within the budget run over the same prefix, the fewest bytes first, until one surely loses no more than
    max_auc_drop: all that come after it take more bytes, so an exhaustive search would pick the same. A run that is
    hopeless after a quarter or half of the prefix ends there.
 4. The cheapest candidate of each policy that was not measured yet runs too, so that the frontier shows every policy.
 
 AUC is that of the second half of the prefix, each sample scored before it is trained on; a drop is in points (x100),
-positive where the candidate is worse, with a 95% interval over samples (paired_auc.py). It says nothing of other seeds.
+positive where the candidate is worse, with a 95% interval over samples (paired_auc.py). Surely means that the whole
+interval lies at or below max_auc_drop: of many candidates some would pass by luck. It says nothing of other seeds.
 """
 
 from __future__ import annotations
@@ -68,8 +69,15 @@ class TuneResult:
     points: list[Point]  # measured, the fewest bytes first; the baseline is among them
     num_candidates: int
     pick: Point
-    meets_drop: bool
+    meets_drop: bool  # surely
     meets_budget: bool
+
+    def may_do(self) -> list[Point]:
+        """Points with fewer bytes than the pick that may lose little enough, but not surely."""
+        return [p for p in self.points if p.is_complete and p.bytes_peak < self.pick.bytes_peak and self._may_do(p)]
+
+    def _may_do(self, point: Point) -> bool:
+        return point.auc_drop <= self.max_auc_drop < point.high
 
     def frontier(self) -> list[Point]:
         """Points that no other beats in bytes and AUC at once, the fewest bytes first."""
@@ -207,7 +215,7 @@ class _Search:
         return self._budget_bytes is None or estimate.bytes_peak <= self._budget_bytes
 
     def _is_good(self, point: Point) -> bool:
-        return point.is_complete and point.auc_drop <= self._max_auc_drop and self._fits(point.estimate)
+        return point.is_complete and point.high <= self._max_auc_drop and self._fits(point.estimate)
 
     def result(self, num_candidates: int) -> TuneResult:
         points = sorted(self._points, key=lambda point: point.bytes_peak)
@@ -219,16 +227,16 @@ class _Search:
             points=points,
             num_candidates=num_candidates,
             pick=pick,
-            meets_drop=pick.is_complete and pick.auc_drop <= self._max_auc_drop,
+            meets_drop=pick.is_complete and pick.high <= self._max_auc_drop,
             meets_budget=self._fits(pick.estimate),
         )
 
     def _pick(self, points: Sequence[Point]) -> Point:
-        """The fewest bytes that keep both promises; else the budget alone with the smallest drop; else the fewest."""
-        good = [point for point in points if self._is_good(point)]
+        """The fewest bytes that keep both promises; else the budget with the smallest drop; else the fewest bytes."""
+        within = [point for point in points if self._fits(point.estimate)]
+        good = [point for point in within if self._is_good(point)]
         if good:
             return good[0]
-        within = [point for point in points if self._fits(point.estimate)]
         if within:
             return min(within, key=lambda point: (not point.is_complete, point.auc_drop))
         return points[0]

@@ -104,7 +104,7 @@ def test_the_search_picks_what_an_exhaustive_one_does(
     assert (quick.meets_drop, quick.meets_budget) == (full.meets_drop, full.meets_budget)
     if full.meets_drop and full.meets_budget:
         assert quick.pick.bytes_peak == full.pick.bytes_peak
-    good = [p for p in full.points if p.auc_drop <= max_auc_drop and (budget is None or p.bytes_peak <= budget)]
+    good = [p for p in full.points if p.high <= max_auc_drop and (budget is None or p.bytes_peak <= budget)]
     if good:
         assert full.pick.bytes_peak == min(p.bytes_peak for p in good)
 
@@ -117,6 +117,14 @@ def test_nothing_runs_that_cannot_be_picked_but_one_of_each_policy(monkeypatch: 
     assert [p.is_complete for p in result.points] == [False, False, True, True]
     assert [p.candidate.name for p in result.frontier()] == ["c2"]
     assert result.num_candidates == 7
+
+
+def test_a_setting_that_passes_by_luck_is_not_picked_but_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Figures([10, 20, 30], [0.2, 0.0, 0.0])
+    lucky = made.tune(monkeypatch, max_auc_drop=100.0).points[0]
+    result = Figures([10, 20, 30], [0.2, 0.0, 0.0]).tune(monkeypatch, max_auc_drop=(lucky.auc_drop + lucky.high) / 2)
+    assert result.pick.candidate.name == "c1"
+    assert [p.candidate.name for p in result.may_do()] == ["c0"]
 
 
 def test_a_budget_that_nothing_keeps_without_loss_gives_the_smallest_loss_within(
