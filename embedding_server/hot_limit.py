@@ -11,6 +11,7 @@ group freeze only when no other row of their table can.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from embedding_server import compaction
 from embedding_server.errors import InvalidInput
 from embedding_server.freezing import can_freeze_now, freeze
 from embedding_server.index import Entries
+from embedding_server.optimizers import num_state_columns
 from embedding_server.reserved import PAGE_BYTES
 from embedding_server.spec import TableSpec
 from embedding_server.store import NUM_BUCKETS
@@ -35,7 +37,12 @@ _NUM_CODES = 1 << 16
 _MAX_ROUNDS = 8
 
 
-def rows_under_cap(spec: TableSpec, buckets: np.ndarray, hot_row_bytes: int) -> int:
+def hot_row_bytes(spec: TableSpec) -> int:
+    """Bytes of a hot row: weights, optimizer state, last_step (4) and visits (1)."""
+    return 4 * spec.dim + 4 * num_state_columns(spec.optimizer.kind, spec.dim) + 5
+
+
+def rows_under_cap(spec: TableSpec, buckets: np.ndarray) -> int:
     """Hot rows that the table may hold on a shard that owns `buckets` (bool[NUM_BUCKETS]): its share of hot_bytes.
 
     InvalidInput if that is less than one row.
@@ -45,12 +52,13 @@ def rows_under_cap(spec: TableSpec, buckets: np.ndarray, hot_row_bytes: int) -> 
         return 2**31 - 1
     owned = int(buckets.sum())
     share = total * owned // NUM_BUCKETS
-    rows = (share - _ARRAYS * PAGE_BYTES) // hot_row_bytes
+    row_bytes = hot_row_bytes(spec)
+    rows = (share - _ARRAYS * PAGE_BYTES) // row_bytes
     if owned and rows < 1:
-        least = -(-(_ARRAYS * PAGE_BYTES + hot_row_bytes) * NUM_BUCKETS // owned)
+        least = -(-(_ARRAYS * PAGE_BYTES + row_bytes) * NUM_BUCKETS // owned)
         raise InvalidInput(
             f"table {spec.name!r}: hot_bytes={total} leaves {share} bytes to a shard with {owned} of {NUM_BUCKETS}"
-            f" buckets, less than a row of {hot_row_bytes} bytes in whole pages; set hot_bytes={least} or more"
+            f" buckets, less than a row of {row_bytes} bytes in whole pages; set hot_bytes={least} or more"
         )
     return max(0, rows)
 
@@ -152,14 +160,16 @@ def _freeze_round(table: Table, rows: int, step: int, generosity: int, *, contro
         return False
     coldest = np.cumsum(counts)
     code = min(int(np.searchsorted(coldest, wanted * share_counted)), _NUM_CODES - 1)
-    ties = wanted if share_counted < 1.0 else wanted - int(coldest[code] - counts[code])
+    ties = wanted * share_counted - float(coldest[code] - counts[code])  # rows of just this heat that are to freeze
+    tie_fraction, is_exact = ties / max(1, int(counts[code])), share_counted == 1.0
     frozen = 0
-    for first, last in _walk(table, 0 if share_counted == 1.0 else table.limit_bucket):
+    for first, last in _walk(table, 0 if is_exact else table.limit_bucket):
         entries = _candidates(table, first, last, step, control=control)
-        at = np.flatnonzero(entries.heat == code)[:ties]
-        ties -= at.shape[0]
+        at = np.flatnonzero(entries.heat == code)
+        num_ties = min(at.shape[0], int(ties) if is_exact else math.ceil(tie_fraction * at.shape[0]))
+        ties -= num_ties
         chosen = entries.heat < code
-        chosen[at] = True
+        chosen[at[:num_ties]] = True
         frozen += _freeze(table, entries.take(np.flatnonzero(chosen)[: wanted - frozen]))
         table.limit_bucket = last % NUM_BUCKETS
         if frozen >= wanted or not can_freeze_now(table, 1):

@@ -29,7 +29,7 @@ from embedding_server.advance import Advances, check_first_bucket
 from embedding_server.epochs import load_epochs, save_epochs
 from embedding_server.errors import FencedEpoch, InvalidInput, NotReady, TableConflict
 from embedding_server.heap import release_free_heap
-from embedding_server.hot_limit import give_back_others
+from embedding_server.hot_limit import give_back_others, rows_under_cap
 from embedding_server.hot_path import HotPath
 from embedding_server.kernels import choose_backend
 from embedding_server.pushes import (
@@ -133,12 +133,13 @@ class Shard:
     # Tables -----------------------------------------------------------------------------------------------------------
 
     def create_tables(self, specs: Sequence[TableSpec]) -> None:
-        """All or none: a conflict is found before anything is created."""
+        """All or none: what is wrong with a spec is found before anything is created."""
         fresh: dict[str, TableSpec] = {}
         for spec in specs:
             known = self._tables[spec.name].spec if spec.name in self._tables else fresh.get(spec.name)
             if known is None:
                 check_score(spec)
+                rows_under_cap(spec, self.buckets)
                 fresh[spec.name] = spec
             elif known != spec:
                 raise TableConflict(

@@ -26,7 +26,7 @@ from embedding_server import compaction, heat
 from embedding_server.admission import VisitCounts, admit
 from embedding_server.errors import InvalidInput
 from embedding_server.freezing import thaw
-from embedding_server.hot_limit import give_back, rows_under_cap, take_slots
+from embedding_server.hot_limit import give_back, hot_row_bytes, rows_under_cap, take_slots
 from embedding_server.hot_rows import CpuHotRows, ReservedHotRows
 from embedding_server.index import FROZEN_BIT, INITIAL, Index
 from embedding_server.kernels import Backend, tables
@@ -34,7 +34,7 @@ from embedding_server.kernels.cpu import all_finite, initial_values
 from embedding_server.kernels.row_updates import KINDS
 from embedding_server.kernels.visits import add_by_inverse, has_duplicates, hot_slots, in_buckets
 from embedding_server.kernels.wire import MODES, from_float32, wire_view
-from embedding_server.optimizers import initial_state, num_state_columns, table_seed
+from embedding_server.optimizers import initial_state, table_seed
 from embedding_server.policy import control_buckets
 from embedding_server.reserved import ReservedArray
 from embedding_server.segment_builder import MAX_SEGMENT_BYTES
@@ -44,7 +44,6 @@ from embedding_server.spec import TableSpec
 from embedding_server.store import DEFAULT, FOUND, NUM_BUCKETS, TRAINABLE, Frostline, TableStats, WireDtype
 from embedding_server.table_stats import bytes_of, stats_of
 
-_STEP_BYTES, _VISIT_BYTES = 4, 1  # last_step and visits of a hot row
 _LEAST_SEGMENT_BYTES = 1 << 20
 _PULLS_KEPT = 4  # a pipelined worker pushes step t after its Pull of t+1
 
@@ -69,9 +68,8 @@ class Table:
         ask_others(table, size_bytes, step) makes the shard's other tables give back memory that this one needs.
         """
         self.spec = spec
-        self.state_bytes_per_row = 4 * num_state_columns(spec.optimizer.kind, spec.dim) + _STEP_BYTES + _VISIT_BYTES
-        self.hot_row_bytes = 4 * spec.dim + self.state_bytes_per_row
-        self.max_hot_rows = rows_under_cap(spec, buckets, self.hot_row_bytes)
+        self.hot_row_bytes = hot_row_bytes(spec)
+        self.max_hot_rows = rows_under_cap(spec, buckets)
         max_slots = min(budget.limit_bytes // self.hot_row_bytes + 1, 2**31 - 1)
         self.index = Index(NUM_BUCKETS)
         self.slots = Slots(max_slots)

@@ -80,7 +80,7 @@ def _frostlines(store: InprocStore, who: Identity, step: int):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_in_place_equals_copying(policy: str, weighted: bool, threads: int) -> None:
-    stores = InprocStore(threads=threads), CopyingStore()
+    stores = InprocStore(threads=threads, writes_in_background=False), CopyingStore(writes_in_background=False)
     assert stores[0].is_in_place
     ours, theirs = (train(store, POLICIES[policy], weighted) for store in stores)
     for one, other in zip(ours, theirs, strict=True):
