@@ -10,7 +10,7 @@ WORKLOAD ?= all
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test slow check format proto bench capacity gpu-check clean
+.PHONY: help setup train test slow check format proto bench capacity tune-check gpu-check clean
 
 help: ## lists the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -58,6 +58,10 @@ bench: $(SETUP) ## measures workloads beside their rivals: WORKLOAD=engine
 capacity: $(SETUP) ## measures bytes a row, and trains 200 million IDs in 14 GiB (an hour)
 	@echo "capacity: python -m benchmarks.capacity $(ARGS)"
 	@$(BIN)/python -m benchmarks.capacity $(ARGS)
+
+tune-check: $(SETUP) ## holds estimate and tune to their promises on the quality stream (10 minutes)
+	@echo "tune-check: python -m benchmarks.tune_check $(ARGS)"
+	@$(BIN)/python -m benchmarks.tune_check $(ARGS)
 
 gpu-check: $(SETUP) ## compares the FBGEMM backend with the reference on a GPU and prints figures
 	@$(BIN)/python -m benchmarks.gpu_check $(ARGS)
