@@ -4,6 +4,10 @@ Two rounds. `heat_histogram` counts the rows past probation by rank bin; the cal
 and computes one frostline per table (policy.frostline_at). `split_at_frostline` then says, slice by slice, which rows
 freeze and which thaw; freezing.py moves them.
 
+A row on probation is not ranked: it trains at every visit. But it need not be in memory between visits, so it lives by
+policy idle: if nobody visits it for idle_steps, it freezes, and the next visit thaws it (not while the schedule keeps
+all rows hot). Most rows of a long tail never get past their probation; without that, policy topk would keep them hot.
+
 Rows of control buckets are outside of it: they are not counted, and a frozen one (a limit of bytes froze it) thaws.
 Ranking by heat or by hash reads the index alone. Other scores read the rows themselves, frozen ones from their
 segments too, so their slices are smaller and a re-selection of a table on disk reads all of it, twice.
@@ -18,9 +22,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embedding_server import heat
-from embedding_server.index import FROZEN_BIT, Entries
+from embedding_server.index import FROZEN_BIT, INITIAL, Entries
 from embedding_server.index_walk import ENTRIES_PER_SLICE, slice_end
-from embedding_server.policy import is_above, may_move, rank_bins
+from embedding_server.policy import hot_fraction_at, is_above, may_move, rank_bins
 from embedding_server.scores import reads_rows, score_bins
 from embedding_server.store import NUM_BUCKETS, NUM_RANK_BINS, HeatHistogram
 
@@ -36,6 +40,7 @@ class Split:
     """What a re-selection does to a slice of entries: positions int64 of rows that freeze, and of rows that thaw."""
 
     freezes: np.ndarray
+    idle: np.ndarray  # positions of rows on probation that freeze because nobody visits them; a visit thaws them
     thaws: np.ndarray
     rows_kept: int  # past probation, above the frostline, and hot before
 
@@ -60,17 +65,12 @@ def heat_histogram(table: Table, step: int, first: int, last: int) -> HeatHistog
     entries = table.index.scan(first, last)
     if table.control.any():
         entries = entries.take(~table.is_control(entries.row_ids))
-    on_probation = table.probation_mask(entries.locations)
+    on_probation = _on_probation(table, entries.locations)
     is_hot = (entries.locations & FROZEN_BIT) == 0
     bins = _bins(table, entries, step)
+    counts = np.bincount(bins[~on_probation], minlength=NUM_RANK_BINS)
     counts_hot = np.bincount(bins[is_hot & ~on_probation], minlength=NUM_RANK_BINS)
-    counts_frozen = np.bincount(bins[~is_hot], minlength=NUM_RANK_BINS)
-    return HeatHistogram(
-        counts_hot + counts_frozen,
-        rows_total=entries.row_ids.shape[0],
-        rows_probation=int(on_probation.sum()),
-        counts_hot=counts_hot,
-    )
+    return HeatHistogram(counts, entries.row_ids.shape[0], int(on_probation.sum()), counts_hot)
 
 
 def split_at_frostline(table: Table, entries: Entries, step: int) -> Split:
@@ -82,12 +82,40 @@ def split_at_frostline(table: Table, entries: Entries, step: int) -> Split:
     above = is_above(line, bins, entries.row_ids)
     may = may_move(line, bins, entries.row_ids, step)
     control = table.is_control(entries.row_ids)
-    past_probation = is_hot & ~table.probation_mask(entries.locations)
+    on_probation = _on_probation(table, entries.locations)
+    ranked = ~on_probation & ~control
+    idle = np.empty(0, np.int64)
+    if hot_fraction_at(table.spec.policy, step) < 1.0:
+        idle = _idle(table, entries, np.flatnonzero(is_hot & on_probation & ~control), step)
     return Split(
-        np.flatnonzero(past_probation & ~above & may & ~control),
-        np.flatnonzero(~is_hot & ((above & may & resume) | control)),
-        int((past_probation & above).sum()),
+        np.flatnonzero(is_hot & ranked & ~above & may),
+        idle,
+        np.flatnonzero(~is_hot & ((ranked & above & may & resume) | control)),
+        int((is_hot & above & ~on_probation).sum()),
     )
+
+
+def thaws_at_visit(table: Table, locations: np.ndarray) -> np.ndarray:
+    """bool[n]: the frozen rows at uint32[n] that a training visit thaws: all, or under topk those on probation."""
+    if table.spec.policy.kind == "topk":
+        return _on_probation(table, locations)
+    return np.ones(locations.shape[0], np.bool_)
+
+
+def _on_probation(table: Table, locations: np.ndarray) -> np.ndarray:
+    """bool[n]: rows, hot or frozen, that have not yet had probation_visits visits."""
+    on = table.probation_mask(locations)
+    probation_visits = table.spec.policy.probation_visits
+    stored = np.flatnonzero(((locations & FROZEN_BIT) != 0) & (locations != INITIAL)) if probation_visits else ()
+    if len(stored):
+        on[stored] = table.segments.visits_of(locations[stored]) < probation_visits
+    return on
+
+
+def _idle(table: Table, entries: Entries, hot: np.ndarray, step: int) -> np.ndarray:
+    """Of these positions of hot rows, those without a visit in the last idle_steps steps."""
+    last_step = table.last_step.array[entries.locations[hot], 0]
+    return hot[last_step <= step - table.spec.policy.idle_steps]
 
 
 def enters_hot(table: Table, row_ids: np.ndarray, step: int) -> np.ndarray:

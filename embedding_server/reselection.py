@@ -2,7 +2,7 @@
 
     idle      hot rows without a visit in idle_steps freeze
     compact   likewise, but those with fewer than forget_below visits are forgotten (forgetting.py)
-    topk      rows below the frostline freeze, rows above it thaw (ranking.py)
+    topk      rows below the frostline freeze, rows above it thaw, and idle rows on probation freeze (ranking.py)
 
 Rows of the control group neither freeze nor are forgotten here. The segment that a pass fills is sorted by bucket
 because the pass is.
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from embedding_server.forgetting import forget, idle_rare_frozen
 from embedding_server.freezing import freeze, thaw
@@ -85,12 +87,15 @@ class Reselection(TablePass):
         return Moves(frozen, 0, unfreezable, forgotten)
 
     def _split(self, table: Table, entries: Entries) -> Moves:
-        """Rows move to their side of the frostline."""
+        """Rows move to their side of the frostline; idle ones on probation freeze."""
         split = split_at_frostline(table, entries, self.step)
-        frozen, unfreezable = self._freeze(table, entries.take(split.freezes))
+        # all at once, in bucket order: a segment takes buckets only as they rise
+        frozen, unfreezable = self._freeze(table, entries.take(np.sort(np.concatenate([split.freezes, split.idle]))))
+        idle = table.index.locate(entries.row_ids[split.idle])[3] if frozen else 0
         warm = entries.take(split.thaws)
         thawed = thaw(table, warm.addresses, warm.locations, warm.row_ids, self.step) if split.thaws.shape[0] else 0
-        table.moves_frozen_rank += frozen
+        table.moves_frozen_idle += idle
+        table.moves_frozen_rank += frozen - idle
         table.moves_thawed_rank += thawed
         self._ranked += split.rows_kept + thawed
         self._ranked_before += split.rows_kept

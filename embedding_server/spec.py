@@ -60,7 +60,9 @@ class PolicySpec(_Spec):
     """Which rows of a table are hot, and how rows are stored."""
 
     kind: PolicyKind = "idle"
-    idle_steps: int = Field(200, ge=1, description="idle, compact: a row without a visit in this many steps freezes")
+    idle_steps: int = Field(
+        200, ge=1, description="a row without a visit in this many steps freezes; topk: if it is on probation"
+    )
     hot_fraction: float = Field(0.4, gt=0.0, le=1.0, description="topk: share of the table's rows that train")
     hot_bytes: int | None = Field(
         None, ge=1, description="hard cap of the table's hot rows, weights and state, over all shards; None: no cap"

@@ -36,6 +36,7 @@ from embedding_server.kernels.visits import add_by_inverse, has_duplicates, hot_
 from embedding_server.kernels.wire import MODES, from_float32, wire_view
 from embedding_server.optimizers import initial_state, table_seed
 from embedding_server.policy import control_buckets
+from embedding_server.ranking import thaws_at_visit
 from embedding_server.reserved import ReservedArray
 from embedding_server.segment_builder import MAX_SEGMENT_BYTES
 from embedding_server.segments import SegmentSet
@@ -130,7 +131,7 @@ class Table:
         return row
 
     def visit_cold(self, row_ids: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """A training visit of rows that are not hot: counts it, thaws (policy idle, compact), admits.
+        """A training visit of rows that are not hot: counts it, thaws, admits.
 
         int64[n] -> entry addresses and locations as they are afterwards.
         """
@@ -142,8 +143,7 @@ class Table:
         first = self._first_cold_visits(row_ids, step)
         if frozen:
             self.bump_heat(entries, first, step)
-            if self.spec.policy.kind in ("idle", "compact"):
-                self._thaw_visited(row_ids, entries, locations, step)
+            self._thaw_visited(row_ids, entries, locations, step)
         if missing:
             admit(self, row_ids[entries == 0], first[entries == 0], step)
         self.record_memory()
@@ -266,6 +266,9 @@ class Table:
 
     def _thaw_visited(self, row_ids: np.ndarray, entries: np.ndarray, locations: np.ndarray, step: int) -> None:
         at = np.flatnonzero((entries != 0) & ((locations & FROZEN_BIT) != 0))
+        at = at[thaws_at_visit(self, locations[at])]
+        if not at.shape[0]:
+            return
         thawed = at[: thaw(self, entries[at], locations[at], row_ids[at], step)]
         self.moves_thawed_visit += thawed.shape[0]
         slots = self.index.locate(row_ids[thawed])[1]

@@ -162,6 +162,56 @@ def test_with_resuming_the_same_rows_thaw_at_the_next_reselection_and_not_before
         assert set(frozen.tolist()) <= shards.hot()
 
 
+def test_rows_on_probation_freeze_when_idle_and_train_again_at_a_visit() -> None:
+    spec = _spec(probation_visits=3, idle_steps=5, resume=False, control_fraction=0.0, hot_fraction=0.1, frozen_bits=8)
+    rare, often = np.arange(50, dtype=np.int64), np.arange(100, 150, dtype=np.int64)
+    with RankedShards(spec) as shards:
+        stats = lambda: shards.shards[0].stats().tables["t"]  # noqa: E731
+        shards.train(rare)
+        for _ in range(4):
+            shards.train(often)
+        shards.reselect()  # one visit, four steps ago: on probation, and not idle yet
+        assert set(rare.tolist()) <= shards.hot()
+        assert len(shards.hot()) == pytest.approx(60, abs=5)
+        shards.train(often[:0])
+        shards.reselect()
+        assert not shards.hot() & set(rare.tolist())
+        assert stats().moves_frozen_idle == 50
+        for visits in (2, 3):
+            assert shards.train(rare).all(), "a visit on probation trains"
+            assert stats().moves_thawed_visit == 50 * (visits - 1)
+            for _ in range(5):
+                shards.train(often[:0])
+            shards.reselect()  # idle at 2 visits; at 3 ranked, among the 100 rows with as many or more
+            assert stats().moves_frozen_idle == 100
+        late = shards.train(rare)
+        assert late.sum() <= 15, "past probation, a visit thaws nothing"
+        assert stats().moves_thawed_visit == 100
+        assert stats().moves_thawed_rank == 0
+        assert stats().rows_ignored == 0
+
+
+def test_while_the_schedule_keeps_all_rows_hot_idle_rows_on_probation_stay_too() -> None:
+    spec = _spec(probation_visits=3, idle_steps=2, control_fraction=0.0, schedule=ScheduleSpec(warmup_steps=10))
+    ids = np.arange(40, dtype=np.int64)
+    with RankedShards(spec) as shards:
+        shards.train(ids)
+        for _ in range(9):
+            shards.train(ids[:0])
+        shards.reselect()
+        assert len(shards.hot()) == 40  # step 10: the share is 1 still
+        shards.train(ids[:0])
+        shards.reselect()
+        stats = shards.shards[0].stats().tables["t"]
+        assert not shards.hot()
+        assert stats.moves_frozen_idle == stats.moves_frozen == 40
+        for _ in range(3):  # the frostline is below all rows that are ranked, which are none
+            shards.train(ids[:0])
+            assert shards.reselect().bin == -1
+        assert not shards.hot()
+        assert shards.histogram().rows_probation == 40
+
+
 def test_rows_under_control_never_freeze_by_rank_and_thaw_if_a_limit_froze_them() -> None:
     spec = _spec(probation_visits=0, hot_fraction=0.01, control_fraction=0.25)
     with RankedShards(spec, 2) as shards:

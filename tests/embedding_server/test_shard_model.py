@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from embedding_server import heat
 from embedding_server.kernels.hashing import buckets_of
-from embedding_server.policy import compute_frostline, control_buckets, is_above, rank_bins
+from embedding_server.policy import control_buckets, frostline_at, hot_fraction_at, is_above, may_move, rank_bins
 from embedding_server.reserved import PAGE_BYTES
 from embedding_server.shard import Shard, ShardGradients
-from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
+from embedding_server.spec import OptimizerSpec, PolicySpec, ScheduleSpec, TableSpec
 from embedding_server.store import DEFAULT, FOUND, NUM_BUCKETS, TRAINABLE, Identity
 
 DIM = 4
@@ -76,11 +76,12 @@ class Model:
             if first[row_id]:
                 row.heat = self._bump(row.heat, row_id, step)
         new = [row_id for row_id in row_ids if row_id not in self.rows]
-        if self.policy.kind in ("idle", "compact"):
-            for row_id in self._with_room(frozen, step, is_frozen):
-                row = self.rows[row_id]
-                row.hot, row.visits, row.last_step = True, min(255, row.visits + 1), step
-                self.moves["thawed_visit"] += 1
+        if self.policy.kind == "topk":  # only those on probation, which froze because nobody visited them
+            frozen = [row_id for row_id in frozen if self.rows[row_id].visits < self.policy.probation_visits]
+        for row_id in self._with_room(frozen, step, is_frozen):
+            row = self.rows[row_id]
+            row.hot, row.visits, row.last_step = True, min(255, row.visits + 1), step
+            self.moves["thawed_visit"] += 1
         for row_id in new:
             self.counts[row_id] = self.counts.get(row_id, 0) + first[row_id]
         earned = [row_id for row_id in new if self.counts[row_id] >= self.policy.min_count]
@@ -135,6 +136,10 @@ class Model:
         ids = np.array([row_id], np.int64)
         return bool(is_above(self.frostline, rank_bins(self.policy, ids, np.array([code], np.uint16)), ids)[0])
 
+    def _may_move(self, row_id: int, code: int, step: int) -> bool:
+        ids = np.array([row_id], np.int64)
+        return bool(may_move(self.frostline, rank_bins(self.policy, ids, np.array([code], np.uint16)), ids, step)[0])
+
     def reselect(self, step: int, frostline: object, is_frozen: Callable[[int], bool]) -> None:
         if self.policy.kind == "topk":
             self._rank(step, frostline, is_frozen)
@@ -152,9 +157,16 @@ class Model:
     def _rank(self, step: int, frostline: object, is_frozen: Callable[[int], bool]) -> None:
         self.frostline = frostline
         above = {i for i, row in self.rows.items() if i in self.control or self._above(i, row.heat)}
-        thaws = [i for i in above if not self.rows[i].hot]
+        may = {i for i, row in self.rows.items() if self._may_move(i, row.heat, step)}
+        ranked = {i for i, row in self.rows.items() if row.visits >= self.policy.probation_visits}
+        warm = above & may & ranked if self.policy.resume else set()
+        thaws = [i for i in warm | (self.control & self.rows.keys()) if not self.rows[i].hot]
         for row_id, row in self.rows.items():
-            if row.hot and row_id not in above and row.visits >= self.policy.probation_visits:
+            if row.hot and row.visits < self.policy.probation_visits:
+                is_idle = row.last_step + self.policy.idle_steps <= step
+                if is_idle and row_id not in self.control and hot_fraction_at(self.policy, step) < 1.0:
+                    self._freeze(row, "frozen_idle")
+            elif row.hot and row_id in may - above:
                 self._freeze(row, "frozen_rank")
         num_thawed = len(self._with_room(thaws, step, is_frozen))
         thawed = [i for i in thaws if num_thawed == len(thaws) or not is_frozen(i)]
@@ -308,7 +320,7 @@ class Harness:
         frostlines = {}
         if self.spec.policy.kind == "topk":
             histogram = self.shard.heat_histograms(self.who(0), self.step)["t"]
-            frostlines = {"t": compute_frostline(histogram, self.spec.policy.hot_fraction)}
+            frostlines = {"t": frostline_at(self.spec.policy, histogram, self.step)}
         before = self.frozen_bytes()
         while not self.shard.reselect(self.who(0), self.step, frostlines)[1]:
             pass
@@ -382,6 +394,11 @@ policies = st.one_of(
         kind=st.just("topk"),
         hot_fraction=st.sampled_from([0.1, 0.4, 1.0]),
         probation_visits=st.integers(0, 3),
+        idle_steps=st.integers(1, 4),
+        resume=st.booleans(),
+        hysteresis=st.sampled_from([0.0, 0.5]),
+        max_moves_fraction=st.sampled_from([1.0, 0.3]),
+        schedule=st.sampled_from([ScheduleSpec(), ScheduleSpec(kind="linear", warmup_steps=1, steps=4)]),
         min_count=st.integers(1, 2),
         select=st.sampled_from(["topk", "random"]),
         half_life_steps=st.sampled_from([2.0, 50.0]),
