@@ -308,6 +308,7 @@ class Index:
         self._capacities = np.zeros(num_buckets, np.int64)
         self._counts = np.zeros(num_buckets, np.int64)
         self._buffers: list[np.ndarray | None] = [None] * num_buckets
+        self._num_slots = 0  # sum of the capacities
 
     def __len__(self) -> int:
         return int(self._counts.sum())
@@ -319,7 +320,7 @@ class Index:
 
     @property
     def num_slots(self) -> int:
-        return int(self._capacities.sum())
+        return self._num_slots
 
     @property
     def size_bytes(self) -> int:
@@ -415,6 +416,7 @@ class Index:
     def _resize(self, bucket: int, rows: int) -> None:
         """Moves what the bucket holds into a new buffer for `rows` entries."""
         old, capacity = int(self._capacities[bucket]), self._capacity_for(bucket, rows)
+        self._num_slots += capacity - old
         if not capacity:
             self._buffers[bucket] = None
             self._addresses[bucket] = self._capacities[bucket] = 0

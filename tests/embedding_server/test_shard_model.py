@@ -120,7 +120,7 @@ class Model:
         limit = coldest[-1].heat
         ties = [i for i, row in rows.items() if row.heat == limit]
         needed = sum(row.heat == limit for row in coldest)
-        chosen = [i for i in ties if len(ties) == needed or is_frozen(i)][:needed]  # more of them may freeze in this Pull
+        chosen = [i for i in ties if len(ties) == needed or is_frozen(i)][:needed]  # others may freeze later on
         assert len(chosen) == needed
         for row_id in [*(i for i, row in rows.items() if row.heat < limit), *chosen]:
             self._freeze(self.rows[row_id], "frozen_limit")
