@@ -54,7 +54,7 @@ def freeze(table: Table, entries: Entries) -> tuple[int, int]:
 
 def _freeze_part(table: Table, row_ids: np.ndarray, entry_addresses: np.ndarray, slots: np.ndarray) -> np.ndarray:
     """Copies rows into segments and flips their entries. Returns uint8[n]: the bits that each took, 0: it stays hot."""
-    weights, state = table.hot.read(slots)
+    weights, state = table.read_hot(slots)
     accumulators = encode_accumulator(table.spec, state)
     visits = table.visits.array[slots, 0]
     bits = choose_bits(weights, table.spec.policy.frozen_bits)
@@ -87,6 +87,7 @@ def thaw(table: Table, addresses: np.ndarray, locations: np.ndarray, row_ids: np
             raise
     table.index.set_locations(addresses, slots.astype(np.uint32))
     table.last_step.array[slots, 0] = step
+    table.undo_decay(slots, step)
     table.rows_frozen -= n
     table.moves_thawed += n
     return n

@@ -29,6 +29,7 @@ NUM_BINS = 65536 // CODES_PER_BIN
 _ORIGIN = 16384.0  # code of "one visit now" right after a rebase: 16 octaves of history below it
 CODES_PER_REBASE = 24576.0  # codes between rebases; "now" stays under 40960, so sums of 2^24 visits fit above it
 _TO_UNIT = 1.0 / 16777216.0
+_BAND_BITS, _MAX_BAND = 8, 31  # CODES_PER_OCTAVE / 4 = 2^8 codes are a band
 
 
 def _log_table() -> np.ndarray:
@@ -50,8 +51,8 @@ def now_code(step: int, half_life_steps: float) -> float:
     return _ORIGIN + step / half_life_steps * CODES_PER_OCTAVE - CODES_PER_REBASE * num_rebases(step, half_life_steps)
 
 
-def now_codes(step: int, half_lives: np.ndarray) -> np.ndarray:
-    """now_code for many half-lives at once: float64[n] -> float64[n]."""
+def now_codes(step: int | np.ndarray, half_lives: np.ndarray) -> np.ndarray:
+    """now_code for many half-lives at once: float64[n], and one step or int64[n] -> float64[n]."""
     codes = step / half_lives * CODES_PER_OCTAVE
     return _ORIGIN + codes - CODES_PER_REBASE * np.floor(codes / CODES_PER_REBASE)
 
@@ -69,6 +70,18 @@ def bump(code, now, row_id, step, log_table):
             x += log_table[distance]
     u = np.float64(mix64(hash_row_id(row_id) ^ np.uint64(step)) >> np.uint64(40)) * _TO_UNIT
     return np.uint16(min(65535.0, max(1.0, math.floor(x + u))))
+
+
+@njit(inline="always")
+def whole_code(now):
+    """now_code as `band` takes it: codes are whole, so it may be rounded up before it is taken from one."""
+    return np.int64(math.ceil(now))
+
+
+@njit(inline="always")
+def band(code, now):
+    """uint8 in [0, 31]: min(31, floor(4 log2 heat)) for heat >= 1, 0 below 1: bits of store.Rows. now: whole_code."""
+    return np.uint8(min(_MAX_BAND, max(0, (np.int64(code) - now) >> _BAND_BITS)))
 
 
 def rebase_codes(codes: np.ndarray, times: int) -> np.ndarray:

@@ -39,7 +39,7 @@ _MAX_ROUNDS = 8
 
 def hot_row_bytes(spec: TableSpec) -> int:
     """Bytes of a hot row: weights, optimizer state, last_step (4) and visits (1)."""
-    return 4 * spec.dim + 4 * num_state_columns(spec.optimizer.kind, spec.dim) + 5
+    return spec.policy.hot_bits // 8 * spec.dim + 4 * num_state_columns(spec.optimizer.kind, spec.dim) + 5
 
 
 def rows_under_cap(spec: TableSpec, buckets: np.ndarray) -> int:

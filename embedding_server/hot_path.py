@@ -30,7 +30,7 @@ from embedding_server.store import WIRE_NUMPY, PlacedRows, ReplyBuffers, Rows, R
 from embedding_server.table import Table, sum_by_row
 from embedding_server.table_threads import TableThreads
 
-_NO_CODES = np.zeros(0)
+_NO_TOTALS = np.zeros(0)
 _NO_COPIES = np.zeros((0, 0), np.float32)
 
 
@@ -56,6 +56,7 @@ class _Request:
     addresses: np.ndarray  # int64[K]
     starts: np.ndarray  # int64[K+1]
     slots: np.ndarray  # int32[N]
+    bands: np.ndarray  # uint8[N], heat bands of hot rows
     cold: np.ndarray  # int64[K]
 
 
@@ -76,6 +77,7 @@ class HotPath:
         self._half_lives = np.zeros(0)
         self._constants = np.zeros((0, NUM_CONSTANTS), np.float32)
         self._all_reserved = self._all_cpu = True
+        self._any_decays = self._any_half = False
         self._threads = threads
 
     def add(self, table: Table) -> None:
@@ -86,13 +88,15 @@ class HotPath:
         self._half_lives = np.append(self._half_lives, table.spec.policy.half_life_steps)
         self._all_reserved = self._all_reserved and isinstance(table.hot, ReservedHotRows)
         self._all_cpu = self._all_cpu and isinstance(table.hot, CpuHotRows)
+        self._any_decays = self._any_decays or table.decay is not None
+        self._any_half = self._any_half or table.spec.policy.hot_bits == 16
         self._constants = np.concatenate([self._constants, kernel_constants(table.spec.optimizer)[None]])
 
     def pull(
         self, ids: Mapping[str, np.ndarray], step: int, wire_dtype: WireDtype, buffers: ReplyBuffers | None = None
     ) -> dict[str, Rows]:
         """Training read at `step`: counts the visit, admits new rows, thaws (policy idle)."""
-        return self._gather(ids, *self._visit(ids, step), wire_dtype, buffers, always_default=True)
+        return self._gather(ids, *self._visit(ids, step), wire_dtype, buffers, always_default=True, totals=_NO_TOTALS)
 
     def pull_in_place(self, ids: Mapping[str, np.ndarray], step: int) -> dict[str, PlacedRows]:
         """As pull; the addresses hold until the next call of anything here or of a table. Only if is_in_place."""
@@ -107,7 +111,9 @@ class HotPath:
         always_default: bool,
     ) -> dict[str, Rows]:
         """Read without any effect. Unknown row_ids: default row if always_default or min_count > 1, else zeros."""
-        return self._gather(ids, *self._look(ids), wire_dtype, buffers, always_default=always_default)
+        request, left = self._look(ids)
+        totals = self._totals(request.tables)
+        return self._gather(ids, request, left, wire_dtype, buffers, always_default=always_default, totals=totals)
 
     def read_in_place(self, ids: Mapping[str, np.ndarray]) -> dict[str, PlacedRows]:
         """As read with always_default, and as pull_in_place."""
@@ -124,7 +130,7 @@ class HotPath:
         # Rows move to make room, also of other tables; none that was visited at this step freezes.
         moved = [k for k, table in enumerate(request.tables) if table.generation != generations[k]]
         if moved:
-            self._find_tables(request, np.array(moved, np.int64), None, _NO_CODES)
+            self._find_tables(request, np.array(moved, np.int64), None, self._now_codes(request, step))
         for k, table in enumerate(request.tables):
             if k not in left:
                 table.remember(request.row_ids[k], request.slots[request.starts[k] : request.starts[k + 1]])
@@ -154,6 +160,10 @@ class HotPath:
                 ignored += not_hot
             total += slots.shape[0]
             ready.append((update, slots))
+        if self._any_decays:
+            for update, _ in ready:
+                if update.table.decay is not None:
+                    update.table.decay.note(step, update.learning_rate)
         if self._all_cpu:
             for dtype in dict.fromkeys(update.wire_dtype for update, _ in ready if update.sums is None):
                 self._apply_values([r for r in ready if r[0].sums is None and r[0].wire_dtype == dtype], scale, step)
@@ -198,7 +208,9 @@ class HotPath:
             self._constants,
             np.array([self._numbers[table.spec.name] for table in tables], np.int64),
             np.array(rates, np.float32),
+            self._totals(tables) if self._any_decays else np.zeros(len(tables)),
             np.float32(scale),
+            step,
             np.array([of_table.shape[0] for of_table in slots], np.int64),
             _addresses(slots),
         )
@@ -214,21 +226,44 @@ class HotPath:
             addresses=_addresses(row_ids),
             starts=starts,
             slots=np.empty(int(starts[-1]), np.int32),
+            bands=np.empty(int(starts[-1]), np.uint8),
             cold=np.zeros(len(row_ids), np.int64),
         )
-        codes = _NO_CODES
         if step is not None:
             for table in request.tables:
                 table.move_origin_of_heat(step)
-            codes = heat.now_codes(step, self._half_lives[request.numbers])
+            if self._any_decays:
+                self._begin_decay(request, step)
+        codes = self._now_codes(request, step)
         self._threads.run(np.diff(starts), lambda share: self._find_tables(request, share, step, codes))
         return request
 
     def _find_tables(self, request: _Request, share: np.ndarray, step: int | None, codes: np.ndarray) -> None:
         kernels.find_and_visit(
             self._directory, request.numbers, request.addresses, request.starts, share,
-            step is not None, step or 0, codes, heat.LOG_TABLE, request.slots, request.cold,
+            step is not None, step or 0, codes, heat.LOG_TABLE, request.slots, request.bands, request.cold,
         )  # fmt: skip
+
+    def _now_codes(self, request: _Request, step: int | None) -> np.ndarray:
+        """float64[K]: the heat code of a visit at `step`; None: at the newest step that each table has seen."""
+        half_lives = self._half_lives[request.numbers]
+        if step is not None:
+            return heat.now_codes(step, half_lives)
+        return heat.now_codes(np.array([table.last_step_seen for table in request.tables]), half_lives)
+
+    def _begin_decay(self, request: _Request, step: int) -> None:
+        for k, table in enumerate(request.tables):
+            if table.decay is None:
+                continue
+            table.decay.begin_step(step)
+            if not isinstance(table.hot, ReservedHotRows):  # find_and_visit settles the others
+                table.settle(request.row_ids[k], step)
+
+    def _totals(self, tables: Sequence[Table]) -> np.ndarray:
+        """float64[K]: the log-sums of weight decay up to now, or empty if no table decays."""
+        if not self._any_decays:
+            return _NO_TOTALS
+        return np.array([0.0 if table.decay is None else table.decay.total for table in tables])
 
     def _visit_cold(self, request: _Request, k: int, step: int) -> _Cold:
         table, row_ids, slots = request.tables[k], request.row_ids[k], self._slots(request, k)
@@ -236,6 +271,8 @@ class HotPath:
         entries, locations = table.visit_cold(row_ids[positions], step)
         is_hot = (entries != 0) & ((locations & FROZEN_BIT) == 0)
         slots[positions[is_hot]] = locations[is_hot]
+        if is_hot.any():
+            request.bands[request.starts[k] + positions[is_hot]] = table.bands(entries[is_hot])
         stays = ~is_hot
         return _Cold(positions[stays].astype(np.int32), entries[stays], locations[stays])
 
@@ -248,6 +285,7 @@ class HotPath:
         buffers: ReplyBuffers | None,
         *,
         always_default: bool,
+        totals: np.ndarray,
     ) -> dict[str, Rows]:
         starts = request.starts
         dims = self._directory[request.numbers, kernels.DIM]
@@ -264,7 +302,7 @@ class HotPath:
                 np.diff(value_starts),
                 lambda share: kernels.gather_hot(
                     self._directory, request.numbers, starts, value_starts, share,
-                    request.slots, flat, flags, mode,
+                    request.slots, request.bands, totals, flat, flags, mode,
                 ),
             )  # fmt: skip
         rows = {}
@@ -274,7 +312,8 @@ class HotPath:
             its_flags = flags[bounds[k] : bounds[k + 1]]
             table = request.tables[k]
             if not self._all_reserved:
-                table.gather_hot(self._slots(request, k), of_table, its_flags, wire_dtype)
+                its_bands = request.bands[bounds[k] : bounds[k + 1]]
+                table.gather_hot(self._slots(request, k), its_bands, of_table, its_flags, wire_dtype)
             if k in left:
                 cold = left[k]
                 default = always_default or table.spec.policy.min_count > 1
@@ -291,26 +330,42 @@ class HotPath:
         num_rows = int(request.starts[-1])
         addresses, flags = np.empty(num_rows, np.int64), np.empty(num_rows, np.uint8)
         kernels.place_hot(
-            self._directory, request.numbers, request.starts, np.arange(len(ids)), request.slots, addresses, flags
-        )
+            self._directory, request.numbers, request.starts, np.arange(len(ids)), request.slots, request.bands,
+            addresses, flags,
+        )  # fmt: skip
         rows = {}
         bounds = request.starts.tolist()
         for k, name in enumerate(ids):
             table, low, high = request.tables[k], bounds[k], bounds[k + 1]
             placed = PlacedRows(addresses[low:high], flags[low:high], table.spec.dim, _NO_COPIES)
+            if self._any_half and table.spec.policy.hot_bits == 16:
+                placed = self._copied(request, k, placed)
             rows[name] = self._with_copies(request, k, placed, left[k]) if k in left else placed
         return rows
+
+    def _copied(self, request: _Request, k: int, placed: PlacedRows) -> PlacedRows:
+        """Hot rows of float16 are read into memory of their own: PlacedRows are float32."""
+        slots = self._slots(request, k)
+        copies = np.empty((slots.shape[0], placed.dim), np.float32)
+        request.tables[k].hot.gather(slots, copies, np.arange(slots.shape[0], dtype=np.int32), "float32")
+        return PlacedRows(_row_addresses(copies), placed.flags, placed.dim, copies)
 
     def _with_copies(self, request: _Request, k: int, placed: PlacedRows, cold: _Cold) -> PlacedRows:
         """Rows that are not hot are read into memory of their own."""
         n, at = cold.positions.shape[0], cold.positions
+        if placed.copies.shape[0]:  # every row has its place there
+            request.tables[k].read_cold(
+                request.row_ids[k], at, cold.entries, cold.locations, placed.copies, placed.flags, "float32",
+                reads_default=True,
+            )  # fmt: skip
+            return placed
         copies, flags = np.empty((n, placed.dim), np.float32), np.empty(n, np.uint8)
         request.tables[k].read_cold(
             request.row_ids[k][at], np.arange(n, dtype=np.int32), cold.entries, cold.locations, copies, flags,
             "float32", reads_default=True,
         )  # fmt: skip
         placed.flags[at] = flags
-        placed.addresses[at] = copies.__array_interface__["data"][0] + 4 * placed.dim * np.arange(n)
+        placed.addresses[at] = _row_addresses(copies)
         return PlacedRows(placed.addresses, placed.flags, placed.dim, copies)
 
     @staticmethod
@@ -324,7 +379,13 @@ def _apply_alone(update: Update, slots: np.ndarray, scale: float, step: int) -> 
     if update.sums is not None:
         values, dtype = make_sums(update.sums, update.table.spec.dim), "float32"
     positions = np.arange(slots.shape[0], dtype=np.int32)
-    update.table.hot.apply(slots, values, positions, dtype, scale, update.learning_rate, step)
+    pending = update.table.pending(slots)
+    update.table.hot.apply(slots, values, positions, dtype, scale, update.learning_rate, step, pending)
+
+
+def _row_addresses(rows: np.ndarray) -> np.ndarray:
+    """int64[n] of the rows of float32[n, D]."""
+    return rows.__array_interface__["data"][0] + 4 * rows.shape[1] * np.arange(rows.shape[0])
 
 
 def _without_repeats(update: Update) -> Update:

@@ -13,29 +13,35 @@ from abc import ABC, abstractmethod
 import numpy as np
 
 from embedding_server.kernels import cpu, row_updates
+from embedding_server.kernels.half_rows import MAX_HALF, SETTLE, UPDATE
 from embedding_server.kernels.wire import MODES, wire_view
 from embedding_server.optimizers import adam_step_size, initial_state, num_state_columns, table_seed
 from embedding_server.reserved import ReservedArray
 from embedding_server.spec import OptimizerSpec, TableSpec
 
+ALL_ONES = np.zeros(0, np.float32)  # of `pending`: no row decays
+
 
 class HotRows(ABC):
-    """Hot rows of one dimension and optimizer. D columns of weights, C = num_state_columns of state, both float32.
+    """Hot rows of one dimension and optimizer. D columns of weights, C = num_state_columns of float32 state.
 
     Thread safety: none; calls come from the shard's executor thread, one at a time.
     Invariants:
     1. Slots are int32 in [0, max_rows). No bound is checked: an index entry is the proof that a slot exists.
     2. A row is whole: `gather` after `apply` sees all of it.
-    3. Nothing is rounded but by a wire dtype: weights and state are float32 in every backend.
+    3. Weights and state are float32 in every backend, and nothing is rounded but by a wire dtype; with hot_bits 16
+       weights are float16: updates round them up or down at random so that the mean is right (kernels/half_rows.py),
+       `initialise` and `write` to the nearest; what is larger than 65504 becomes 65504.
 
     `slots` and `positions` are contiguous int32[n]. `out` and `gradients` are C-contiguous [m, D] arrays of
     store.WIRE_NUMPY[wire_dtype]; only `out` must be writable, and gradients may be unaligned.
     """
 
-    def __init__(self, dim: int, optimizer: OptimizerSpec, max_rows: int) -> None:
+    def __init__(self, dim: int, optimizer: OptimizerSpec, max_rows: int, hot_bits: int = 32) -> None:
         self.dim = dim
         self.optimizer = optimizer
         self.max_rows = max_rows
+        self.hot_bits = hot_bits
         self.num_state_columns = num_state_columns(optimizer.kind, dim)
 
     @abstractmethod
@@ -52,11 +58,17 @@ class HotRows(ABC):
         scale: float,
         learning_rate: float,
         step: int,
+        pending: np.ndarray = ALL_ONES,
     ) -> None:
         """One optimizer step on each of `slots` with gradients[positions[i]] * scale; slot -1 is skipped.
 
         slots other than -1 must be unique and gradients finite (kernels.cpu.all_finite). step counts from 1.
+        pending float32[n]: what row slots[i] stands for is pending[i] times its weights (weight_decay.py).
         """
+
+    @abstractmethod
+    def scale(self, slots: np.ndarray, factors: np.ndarray, step: int) -> None:
+        """Multiplies the weights of slots[i], all unique and none -1, by factors[i], float32[n]: weight decay."""
 
     @abstractmethod
     def initialise(self, slots: np.ndarray, row_ids: np.ndarray, spec: TableSpec) -> None:
@@ -93,22 +105,35 @@ class HotRows(ABC):
 class ReservedHotRows(HotRows):
     """Hot rows in reserved maps of this process, a structure of arrays; subclasses add the arithmetic."""
 
-    def __init__(self, dim: int, optimizer: OptimizerSpec, max_rows: int) -> None:
-        super().__init__(dim, optimizer, max_rows)
-        self._weights = ReservedArray(max_rows, dim, np.float32)
+    def __init__(self, dim: int, optimizer: OptimizerSpec, max_rows: int, hot_bits: int = 32) -> None:
+        super().__init__(dim, optimizer, max_rows, hot_bits)
+        self._weights = ReservedArray(max_rows, dim, np.float32 if hot_bits == 32 else np.int16)  # as kernels take it
         self._state = ReservedArray(max_rows, self.num_state_columns, np.float32)
-        self.weights_address = int(self._weights.array.ctypes.data)  # float32[max_rows, D], for kernels of many tables
+        self.weights_address = int(self._weights.array.ctypes.data)  # [max_rows, D], for kernels of many tables
         self.state_address = int(self._state.array.ctypes.data)  # float32[max_rows, C]
 
     def read(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self._weights.array[slots], self._state.array[slots]
+        if self.hot_bits == 32:
+            return self._weights.array[slots], self._state.array[slots]
+        weights = np.empty((len(slots), self.dim), np.float32)
+        every = np.arange(len(slots), dtype=np.int32)
+        cpu.gather(self._weights.array, np.ascontiguousarray(slots, np.int32), weights, every, MODES["float32"])
+        return weights, self._state.array[slots]
 
     def write(self, slots: np.ndarray, weights: np.ndarray, state: np.ndarray) -> None:
-        self._weights.array[slots] = weights
+        self._write_weights(slots, weights)
         self._state.array[slots] = state
 
+    def _write_weights(self, slots: np.ndarray, weights: np.ndarray) -> None:
+        if self.hot_bits == 32:
+            self._weights.array[slots] = weights
+        else:
+            values = np.ascontiguousarray(weights, np.float32)
+            cpu.scatter_half(self._weights.array, np.ascontiguousarray(slots, np.int32), values)
+
     def move(self, src: np.ndarray, dst: np.ndarray) -> None:
-        self.write(dst, *self.read(src))
+        self._weights.array[dst] = self._weights.array[src]
+        self._state.array[dst] = self._state.array[src]
 
     def release(self, from_slot: int) -> None:
         self._weights.release(from_slot)
@@ -156,16 +181,25 @@ class CpuHotRows(ReservedHotRows):
         scale: float,
         learning_rate: float,
         step: int,
+        pending: np.ndarray = ALL_ONES,
     ) -> None:
         rate = kernel_rate(self.optimizer, learning_rate, step)
         cpu.apply(
             row_updates.KINDS[self.optimizer.kind], self._weights.array, self._state.array, slots, wire_view(gradients),
-            positions, MODES[wire_dtype], np.float32(scale), rate, kernel_constants(self.optimizer),
+            positions, MODES[wire_dtype], np.float32(scale), rate, kernel_constants(self.optimizer), pending, step,
         )  # fmt: skip
 
+    def scale(self, slots: np.ndarray, factors: np.ndarray, step: int) -> None:
+        cpu.scale(self._weights.array, slots, factors, step)
+
     def initialise(self, slots: np.ndarray, row_ids: np.ndarray, spec: TableSpec) -> None:
-        seed, value_range = np.uint64(table_seed(spec)), cpu.initial_range(spec.init_min, spec.init_max)
-        cpu.fill_initial(row_ids, seed, *value_range, self._weights.array, slots)
+        seed = table_seed(spec)
+        if self.hot_bits == 16 and max(-spec.init_min, spec.init_max) > MAX_HALF:
+            values = cpu.initial_values(row_ids, seed, self.dim, spec.init_min, spec.init_max)
+            self._write_weights(slots, values)
+        else:
+            value_range = cpu.initial_range(spec.init_min, spec.init_max)
+            cpu.fill_initial(row_ids, np.uint64(seed), *value_range, self._weights.array, slots)
         self._state.array[slots] = initial_state(self.optimizer, self.dim)
 
 
@@ -175,7 +209,10 @@ class ReferenceHotRows(ReservedHotRows):
     def gather(self, slots: np.ndarray, out: np.ndarray, positions: np.ndarray, wire_dtype: str) -> None:
         from embedding_server.kernels import reference
 
-        reference.gather(self._weights.array, slots, out, positions, wire_dtype)
+        weights = self._weights.array
+        reference.gather(
+            weights if self.hot_bits == 32 else weights.view(np.float16), slots, out, positions, wire_dtype
+        )
 
     def apply(
         self,
@@ -186,14 +223,27 @@ class ReferenceHotRows(ReservedHotRows):
         scale: float,
         learning_rate: float,
         step: int,
+        pending: np.ndarray = ALL_ONES,
     ) -> None:
         from embedding_server.kernels import reference
 
         is_hot = slots >= 0
-        slots = slots[is_hot]
         scaled = reference.scaled_gradients(gradients, positions[is_hot], wire_dtype, scale)
-        weights, state = reference.apply(self.optimizer, *self.read(slots), scaled, learning_rate, step)
-        self.write(slots, weights, state)
+        weights, state = self.read(slots[is_hot])
+        factors = pending[is_hot][:, None] if pending.size else np.ones((1, 1), np.float32)
+        weights, state = reference.apply(self.optimizer, weights * factors, state, scaled, learning_rate, step)
+        self._put_updated(slots[is_hot], weights / factors, step, UPDATE)
+        self._state.array[slots[is_hot]] = state
+
+    def scale(self, slots: np.ndarray, factors: np.ndarray, step: int) -> None:
+        self._put_updated(slots, self.read(slots)[0] * factors[:, None], step, SETTLE)
+
+    def _put_updated(self, slots: np.ndarray, weights: np.ndarray, step: int, purpose: int) -> None:
+        from embedding_server.kernels import reference
+
+        if self.hot_bits == 16:
+            weights = reference.round_rows(weights, reference.rounding_keys(slots, step, purpose)).view(np.int16)
+        self._weights.array[slots] = weights
 
     def initialise(self, slots: np.ndarray, row_ids: np.ndarray, spec: TableSpec) -> None:
         from embedding_server.kernels import reference

@@ -91,6 +91,9 @@ class RequestChecks:
         rate = gradients.learning_rate
         if not 0.0 <= rate <= MAX_LEARNING_RATE:
             raise InvalidInput(f"table {name!r}: learning_rate={rate} must be in [0, {MAX_LEARNING_RATE:g}]")
+        decay = self._tables[name].decay
+        if decay is not None:
+            decay.check(name, rate)
         if gradients.values.dtype != WIRE_NUMPY[wire_dtype]:
             raise InvalidInput(
                 f"table {name!r}: gradients have dtype {gradients.values.dtype}; {wire_dtype} travels as"

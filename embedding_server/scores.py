@@ -79,7 +79,7 @@ class ScoredRows:
 
     @cached_property
     def _hot_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        return self._table.hot.read(self._slots)
+        return self._table.read_hot(self._slots)
 
     @cached_property
     def weights(self) -> np.ndarray:

@@ -400,6 +400,8 @@ class Shard:
         updates = []
         for name, of_table in zip(names, chunks, strict=True):
             with_rows = [(chunk, dtype) for chunk, dtype in of_table if chunk.row_ids.shape[0]]
+            if not with_rows and self._tables[name].decay is not None:
+                with_rows = of_table[:1]  # its learning rate is what all hot rows decay by
             if with_rows:
                 updates.append(update_of(self._tables[name], with_rows))
         return self._rows.apply(updates, scale=1.0 / job.steps.num_workers, step=step)

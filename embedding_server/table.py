@@ -27,7 +27,7 @@ from embedding_server.admission import VisitCounts, admit
 from embedding_server.errors import InvalidInput
 from embedding_server.freezing import thaw
 from embedding_server.hot_limit import give_back, hot_row_bytes, rows_under_cap, take_slots
-from embedding_server.hot_rows import CpuHotRows, ReservedHotRows
+from embedding_server.hot_rows import ALL_ONES, CpuHotRows, ReservedHotRows
 from embedding_server.index import FROZEN_BIT, INITIAL, Index
 from embedding_server.kernels import Backend, tables
 from embedding_server.kernels.cpu import all_finite, initial_values
@@ -42,8 +42,18 @@ from embedding_server.segment_builder import MAX_SEGMENT_BYTES
 from embedding_server.segments import SegmentSet
 from embedding_server.slots import MemoryBudget, Slots
 from embedding_server.spec import TableSpec
-from embedding_server.store import DEFAULT, FOUND, NUM_BUCKETS, TRAINABLE, Frostline, TableStats, WireDtype
+from embedding_server.store import (
+    BAND_SHIFT,
+    DEFAULT,
+    FOUND,
+    NUM_BUCKETS,
+    TRAINABLE,
+    Frostline,
+    TableStats,
+    WireDtype,
+)
 from embedding_server.table_stats import bytes_of, stats_of
+from embedding_server.weight_decay import WeightDecay
 
 _LEAST_SEGMENT_BYTES = 1 << 20
 _PULLS_KEPT = 4  # a pipelined worker pushes step t after its Pull of t+1
@@ -74,7 +84,8 @@ class Table:
         max_slots = min(budget.limit_bytes // self.hot_row_bytes + 1, 2**31 - 1)
         self.index = Index(NUM_BUCKETS)
         self.slots = Slots(max_slots)
-        self.hot = backend.hot_rows(spec.dim, spec.optimizer, max_slots)
+        self.hot = backend.hot_rows(spec.dim, spec.optimizer, max_slots, spec.policy.hot_bits)
+        self.decay = WeightDecay(spec.optimizer.weight_decay) if spec.optimizer.weight_decay else None
         self.last_step = ReservedArray(max_slots, 1, np.int32)
         self.visits = ReservedArray(max_slots, 1, np.uint8)
         self.segments = SegmentSet(
@@ -127,7 +138,12 @@ class Table:
         row[tables.DIM] = self.spec.dim
         row[tables.STATE_COLUMNS] = self.hot.num_state_columns
         row[tables.KIND] = KINDS[self.spec.optimizer.kind]
-        row[tables.COUNTS_VISITS] = self.spec.policy.kind != "off"  # nothing reads them there
+        row[tables.COUNTS_VISITS] = tables.ALL_VISITS
+        if self.spec.policy.kind == "off":  # nothing reads them there
+            row[tables.COUNTS_VISITS] = tables.STEPS_ONLY if self.decay else tables.NO_VISITS
+        row[tables.WEIGHT_BYTES] = self.spec.policy.hot_bits // 8
+        if self.decay is not None and isinstance(self.hot, ReservedHotRows):
+            row[tables.LOG_SUMS] = self.decay.settled_address
         return row
 
     def visit_cold(self, row_ids: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -167,7 +183,8 @@ class Table:
         absent = entries == 0
         initial = positions[~absent & (locations == INITIAL)]
         stored = ~absent & (locations != INITIAL)
-        flags[positions] = np.where(absent, DEFAULT if reads_default else 0, FOUND)
+        bands = self.bands(entries) << np.uint8(BAND_SHIFT)
+        flags[positions] = np.where(absent, np.uint8(DEFAULT if reads_default else 0), np.uint8(FOUND) | bands)
         if stored.any():
             self.segments.gather(locations[stored], wire_view(values), positions[stored], MODES[wire_dtype])
         if initial.shape[0]:
@@ -177,11 +194,55 @@ class Table:
             default = self._default.read(np.zeros(1, np.int32))[0] if reads_default else np.zeros((1, dim), np.float32)
             values[positions[absent]] = from_float32(default, wire_dtype)
 
-    def gather_hot(self, slots: np.ndarray, values: np.ndarray, flags: np.ndarray, wire_dtype: WireDtype) -> None:
+    def bands(self, entries: np.ndarray) -> np.ndarray:
+        """Heat bands (store.Rows) of the rows of index entries, int64[n] -> uint8[n]: 0 without entry or heat."""
+        out = np.zeros(entries.shape[0], np.uint8)
+        if self.spec.policy.kind != "off":
+            now = heat.now_code(self.last_step_seen, self.spec.policy.half_life_steps)
+            tables.bands_of_entries(entries, now, out)
+        return out
+
+    def gather_hot(
+        self, slots: np.ndarray, bands: np.ndarray, values: np.ndarray, flags: np.ndarray, wire_dtype: WireDtype
+    ) -> None:
         """Hot rows of a backend whose rows do not lie in this process's memory; slot -1 is left out."""
         positions = np.flatnonzero(slots >= 0).astype(np.int32)
-        self.hot.gather(slots[positions], values, positions, wire_dtype)
-        flags[positions] = TRAINABLE | FOUND
+        if self.decay is None:
+            self.hot.gather(slots[positions], values, positions, wire_dtype)
+        else:
+            values[positions] = from_float32(self.read_hot(slots[positions])[0], wire_dtype)
+        flags[positions] = np.uint8(TRAINABLE | FOUND) | bands[positions] << np.uint8(BAND_SHIFT)
+
+    # Weight decay ---------------------------------------------------------------------------------------------------
+
+    def read_hot(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As HotRows.read, with the weight decay that the rows still owe."""
+        weights, state = self.hot.read(slots)
+        return (weights, state) if self.decay is None else (weights * self.pending(slots)[:, None], state)
+
+    def pending(self, slots: np.ndarray) -> np.ndarray:
+        """float32[n], or empty without weight decay; see weight_decay.py. Any value for slot -1."""
+        return ALL_ONES if self.decay is None else self.decay.pending(self.last_step.array[slots, 0])
+
+    def settle(self, row_ids: np.ndarray, step: int) -> None:
+        """Weight decay at a Pull of `step` for rows that find_and_visit does not reach; before it sets last_step."""
+        assert self.decay is not None
+        slots = np.empty(row_ids.shape[0], np.int32)
+        hot_slots(*self.index.locate(row_ids)[:2], slots)
+        slots = np.unique(slots[slots >= 0])
+        last_steps = self.last_step.array[slots, 0]
+        late = last_steps < step
+        if late.any():
+            self.hot.scale(slots[late], self.decay.to_settle(last_steps[late], step), step)
+
+    def undo_decay(self, slots: np.ndarray, step: int) -> None:
+        """Rows that were frozen at `step` and now have last_step = step owe nothing of what it decayed."""
+        if self.decay is None:
+            return
+        self.decay.begin_step(step)
+        factors = 1 / self.pending(slots)
+        if (factors != 1.0).any():
+            self.hot.scale(slots, factors, step)
 
     def prefetch(self, row_ids: np.ndarray) -> None:
         """int64[n]: has the pages of frozen rows among these read in beside the caller. A hint, no other effect."""
@@ -251,6 +312,8 @@ class Table:
     def apply_default(self, gradient: np.ndarray, *, scale: float, learning_rate: float, step: int) -> None:
         """One optimizer step for the default row; gradient float32[D]."""
         zero = np.zeros(1, np.int32)
+        if self.decay is not None:
+            self._default.scale(zero, np.full(1, self.decay.factor(learning_rate), np.float32), step)
         rows = np.ascontiguousarray(gradient[None, :], np.float32)
         self._default.apply(zero, rows, zero, "float32", scale, learning_rate, step)
 
@@ -352,6 +415,8 @@ class Table:
     def close(self) -> None:
         self.hot.close()
         self._default.close()
+        if self.decay is not None:
+            self.decay.close()
         self.last_step.close()
         self.visits.close()
         self.segments.close()

@@ -36,17 +36,17 @@ class Backend:
     name: BackendName
     reason: str
 
-    def hot_rows(self, dim: int, optimizer: OptimizerSpec, max_rows: int) -> HotRows:
-        """An empty HotRows of this backend; InvalidInput when it cannot serve the optimizer."""
+    def hot_rows(self, dim: int, optimizer: OptimizerSpec, max_rows: int, hot_bits: int = 32) -> HotRows:
+        """An empty HotRows of this backend; InvalidInput when it cannot serve the optimizer or hot_bits."""
         from embedding_server import hot_rows
 
         if self.name == "cpu":
-            return hot_rows.CpuHotRows(dim, optimizer, max_rows)
+            return hot_rows.CpuHotRows(dim, optimizer, max_rows, hot_bits)
         if self.name == "reference":
-            return hot_rows.ReferenceHotRows(dim, optimizer, max_rows)
+            return hot_rows.ReferenceHotRows(dim, optimizer, max_rows, hot_bits)
         from embedding_server.kernels.fbgemm import FbgemmHotRows
 
-        return FbgemmHotRows(dim, optimizer, max_rows)
+        return FbgemmHotRows(dim, optimizer, max_rows, hot_bits)
 
 
 def cpu_available() -> bool:

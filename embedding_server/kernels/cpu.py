@@ -14,8 +14,8 @@ too; best run, rows in cache / rows spread over 256 MB.
   124 / 22 (106 / 14) and 39 / 17 (40 / 7).
 - All kernels of this module compile in 5 s on one idle core (kernel.py says when).
 
-numba's cache knows the time stamp of this file only: after a change to wire.py, hashing.py or row_updates.py, touch this
-file too.
+numba's cache knows the time stamp of this file only: after a change to wire.py, hashing.py, half_rows.py or
+row_updates.py, touch this file too.
 """
 
 from __future__ import annotations
@@ -24,19 +24,23 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
+from embedding_server.kernels.half_rows import put_nearest, value_at
 from embedding_server.kernels.hashing import hash_row_id, mix64
 from embedding_server.kernels.kernel import array, kernel, prefetch, view
-from embedding_server.kernels.row_updates import update_row
+from embedding_server.kernels.row_updates import settle_row, update_row
+from embedding_server.kernels.vectors import at, store1
 from embedding_server.kernels.wire import MODES, load, store, wire_view
 
 _F32, _I64, _U64 = types.float32, types.int64, types.uint64
+_ONE = np.float32(1.0)
 
 #: Iterations between asking for a row and reading it: 8 was best of 2, 4, 8, 16 for rows out of cache (see above).
 _AHEAD = 8
 #: The part of a row that is asked for; what follows comes by the hardware's own prefetch of consecutive lines.
 _PREFETCH_BYTES = 512
 
-_F32_ROWS = array(_F32, 2)
+_F32_ROWS, _HALF_ROWS = array(_F32, 2), array(types.int16, 2)
+_WEIGHTS = (_F32_ROWS, _HALF_ROWS)  # hot_bits 32 and 16 (half_rows.py)
 _INDEX = view(types.int32)
 _WIRE_IN = (view(_F32, 2), view(types.uint16, 2))
 _WIRE_OUT = (array(_F32, 2), array(types.uint16, 2))
@@ -56,7 +60,7 @@ def _prefetch_row(rows, slots, i):
 # ---- hot rows -------------------------------------------------------------------------------------------------------
 
 
-@kernel(*[types.void(_F32_ROWS, _INDEX, wire, _INDEX, _I64) for wire in _WIRE_OUT])
+@kernel(*[types.void(rows, _INDEX, wire, _INDEX, _I64) for rows in _WEIGHTS for wire in _WIRE_OUT])
 def gather(weights, slots, out, positions, mode):
     """out[positions[i]] = weights[slots[i]] in the wire dtype."""
     dim = weights.shape[1]
@@ -68,7 +72,16 @@ def gather(weights, slots, out, positions, mode):
         row = weights[slot]
         target = out[positions[i]]
         for d in range(dim):
-            store(target, d, row[d], mode)
+            store(target, d, value_at(row, d), mode)
+
+
+@kernel(types.void(_HALF_ROWS, _INDEX, view(_F32, 2)))
+def scatter_half(weights, slots, values):
+    """weights[slots[i]] = values[i], rounded to the nearest and saturated."""
+    for i in range(slots.size):
+        row, source = weights[slots[i]], values[i]
+        for d in range(source.size):
+            put_nearest(row, d, source[d])
 
 
 def as_float32(gradient, mode, buffer):
@@ -90,18 +103,36 @@ def _as_float32(gradient, mode, buffer):
 
 
 @kernel(
-    *[types.void(_I64, _F32_ROWS, _F32_ROWS, _INDEX, wire, _INDEX, _I64, _F32, _F32, view(_F32)) for wire in _WIRE_IN]
-)
-def apply(kind, weights, state, slots, gradients, positions, mode, scale, learning_rate, constants):
-    """One optimizer step on rows slots[i] with gradients[positions[i]] * scale."""
-    buffer = np.empty(weights.shape[1], np.float32)
+    *(
+        types.void(
+            _I64, rows, _F32_ROWS, _INDEX, wire, _INDEX, _I64, _F32, _F32, view(_F32), view(_F32), _I64,
+        )
+        for rows in _WEIGHTS
+        for wire in _WIRE_IN
+    )
+)  # fmt: skip
+def apply(kind, weights, state, slots, gradients, positions, mode, scale, learning_rate, constants, pending, step):
+    """One optimizer step on rows slots[i] with gradients[positions[i]] * scale; pending float32[n], or empty: all 1."""
+    buffer, values = np.empty(weights.shape[1], np.float32), np.empty(weights.shape[1], np.float32)
     for i in range(slots.size):
         _prefetch_row(weights, slots, i)
         _prefetch_row(state, slots, i)
         slot = slots[i]
         if slot >= 0:
             gradient = as_float32(gradients[positions[i]], mode, buffer)
-            update_row(kind, weights[slot], state[slot], gradient, scale, learning_rate, constants)
+            its_pending = pending[i] if pending.size else _ONE
+            update_row(
+                kind, weights[slot], values, state[slot], gradient, scale, learning_rate, constants, its_pending,
+                slot, step,
+            )  # fmt: skip
+
+
+@kernel(*[types.void(rows, _INDEX, view(_F32), _I64) for rows in _WEIGHTS])
+def scale(weights, slots, factors, step):
+    """weights[slots[i]] *= factors[i]: weight decay."""
+    values = np.empty(weights.shape[1], np.float32)
+    for i in range(slots.size):
+        settle_row(weights[slots[i]], values, factors[i], slots[i], step)
 
 
 # ---- initial values -------------------------------------------------------------------------------------------------
@@ -111,9 +142,11 @@ _S40 = np.uint64(40)
 _TO_UNIT = np.float32(2.0**-24)
 
 
-@kernel(types.void(view(_I64), _U64, _F32, _F32, _F32, _F32_ROWS, _INDEX))
+@kernel(*[types.void(view(_I64), _U64, _F32, _F32, _F32, rows, _INDEX) for rows in _WEIGHTS])
 def fill_initial(row_ids, seed, low, width, highest, out, positions):
     """out[positions[i], d] = min(low + width * u, highest), u = 24 bits of SplitMix64's d-th output, in [0, 1).
+
+    Half rows: rounded to the nearest; the caller sees to it that float16 reaches as far.
 
     DO NOT CHANGE: a row that was never trained is recomputed from this.
     """
@@ -125,7 +158,7 @@ def fill_initial(row_ids, seed, low, width, highest, out, positions):
         row = out[positions[i]]
         for d in range(dim):
             unit = np.float32(np.int32(mix64(base + np.uint64(d + 1) * _GOLDEN) >> _S40)) * _TO_UNIT
-            row[d] = min(low + width * unit, highest)
+            store1(row, at(d), min(low + width * unit, highest))
 
 
 def initial_values(row_ids: np.ndarray, seed: int, dim: int, low: float, high: float) -> np.ndarray:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import fbgemm_gpu  # noqa: F401  loads the operators that the TBE calls
 import numpy as np
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
@@ -22,8 +22,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 
 from embedding_server.errors import InvalidInput
-from embedding_server.hot_rows import HotRows
+from embedding_server.hot_rows import ALL_ONES, HotRows
 from embedding_server.kernels import cpu, reference
+from embedding_server.kernels.half_rows import MAX_HALF
 from embedding_server.optimizers import initial_state, table_seed
 from embedding_server.spec import OptimizerSpec, TableSpec
 
@@ -40,8 +41,11 @@ _GROWTH = 1.25
 class FbgemmHotRows(HotRows):
     """HotRows on `device`: the current CUDA device, or the CPU path where there is none."""
 
-    def __init__(self, dim: int, optimizer: OptimizerSpec, max_rows: int, device: str | None = None) -> None:
-        super().__init__(dim, optimizer, max_rows)
+    def __init__(
+        self, dim: int, optimizer: OptimizerSpec, max_rows: int, hot_bits: int = 32, device: str | None = None
+    ) -> None:
+        """InvalidInput: what FBGEMM cannot do on that device."""
+        super().__init__(dim, optimizer, max_rows, hot_bits)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if optimizer.kind == "ftrl":
             raise InvalidInput(
@@ -52,6 +56,16 @@ class FbgemmHotRows(HotRows):
             raise InvalidInput(
                 "optimizer.kind='adam' with backend='fbgemm' needs a GPU, for FBGEMM has no adam on CPUs; "
                 "set backend='cpu', or kind='adagrad' or 'rowwise_adagrad'"
+            )
+        if hot_bits == 16 and self.device.type == "cpu":
+            raise InvalidInput(
+                "hot_bits=16 with backend='fbgemm' needs a GPU, for FBGEMM rounds at random only there and would lose"
+                " small updates; set backend='cpu', or hot_bits=32"
+            )
+        if hot_bits == 16 and optimizer.weight_decay:
+            raise InvalidInput(
+                f"hot_bits=16 and weight_decay={optimizer.weight_decay} cannot both be with backend='fbgemm', which has"
+                " no random rounding for decay; set backend='cpu', hot_bits=32 or weight_decay=0"
             )
         self._build(min(MIN_CAPACITY, max_rows), ())
 
@@ -72,16 +86,37 @@ class FbgemmHotRows(HotRows):
         scale: float,
         learning_rate: float,
         step: int,
+        pending: np.ndarray = ALL_ONES,
     ) -> None:
         is_hot = slots >= 0
-        if not is_hot.any():
-            return  # FBGEMM's backward does not take an empty batch on every path
         self._require(slots)
-        indices = self._indices(slots[is_hot])
+        # A change divided by what the rows still owe is one at a higher rate; a step has one to three such factors.
+        for factor in np.unique(pending[is_hot]) if pending.size else np.ones(1, np.float32):
+            at = np.flatnonzero(is_hot & (pending == factor) if pending.size else is_hot)
+            self._apply_at(slots[at], gradients, positions[at], wire_dtype, scale, learning_rate / float(factor), step)
+
+    def _apply_at(
+        self,
+        slots: np.ndarray,
+        gradients: np.ndarray,
+        positions: np.ndarray,
+        wire_dtype: str,
+        scale: float,
+        learning_rate: float,
+        step: int,
+    ) -> None:
+        if not slots.size:
+            return  # FBGEMM's backward does not take an empty batch on every path
+        indices = self._indices(slots)
         self._set_step(learning_rate, step)
         pooled = self._table(indices, torch.arange(len(indices) + 1, device=self.device))
-        sent = reference.wire_tensor(gradients[positions[is_hot]], wire_dtype).to(self.device)
+        sent = reference.wire_tensor(gradients[positions], wire_dtype).to(self.device)
         pooled.backward(reference.clipped(sent.float() * float(scale), self.optimizer.clip_norm))
+
+    def scale(self, slots: np.ndarray, factors: np.ndarray, step: int) -> None:
+        self._require(slots)
+        indices = self._indices(slots)
+        self._weights[indices] = self._weights.index_select(0, indices) * self._tensor(factors)[:, None]
 
     def initialise(self, slots: np.ndarray, row_ids: np.ndarray, spec: TableSpec) -> None:
         weights = cpu.initial_values(row_ids, table_seed(spec), self.dim, spec.init_min, spec.init_max)
@@ -91,7 +126,7 @@ class FbgemmHotRows(HotRows):
     def read(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         self._require(slots)
         indices = self._indices(slots)
-        weights = self._weights.index_select(0, indices).cpu().numpy()
+        weights = self._weights.index_select(0, indices).float().cpu().numpy()
         if not self._state:
             return weights, np.zeros((len(slots), 0), np.float32)
         columns = [part.index_select(0, indices) for part in self._state]
@@ -100,7 +135,8 @@ class FbgemmHotRows(HotRows):
     def write(self, slots: np.ndarray, weights: np.ndarray, state: np.ndarray) -> None:
         self._require(slots)
         indices = self._indices(slots)
-        self._weights[indices] = self._tensor(weights)
+        values = self._tensor(weights)
+        self._weights[indices] = values if self.hot_bits == 32 else values.clamp(-MAX_HALF, MAX_HALF).half()
         if self._state:
             widths = [part.shape[1] for part in self._state]
             for part, values in zip(self._state, self._tensor(state).split(widths, dim=1), strict=True):
@@ -119,7 +155,7 @@ class FbgemmHotRows(HotRows):
             self._build(target, (self._weights, *self._state))
 
     def bytes_weights(self, slots: int) -> int:
-        return max(slots, self._capacity) * self.dim * 4
+        return max(slots, self._capacity) * self.dim * self.hot_bits // 8
 
     def bytes_state(self, slots: int) -> int:
         return max(slots, self._capacity) * self.num_state_columns * 4
@@ -150,7 +186,8 @@ class FbgemmHotRows(HotRows):
             eps=self.optimizer.eps,
             beta1=self.optimizer.beta1,
             beta2=self.optimizer.beta2,
-            stochastic_rounding=False,
+            weights_precision=SparseType.FP32 if self.hot_bits == 32 else SparseType.FP16,
+            stochastic_rounding=self.hot_bits == 16,
             pooling_mode=PoolingMode.SUM,
             bounds_check_mode=BoundsCheckMode.NONE,  # slots are ours; the default mode would train row 0 for a bad one
             device=self.device,

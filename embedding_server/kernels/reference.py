@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from embedding_server.kernels.hashing import hash_row_ids
+from embedding_server.kernels.hashing import hash_row_ids, mix64
 from embedding_server.optimizers import adam_step_size
 from embedding_server.spec import OptimizerSpec
 
@@ -36,7 +36,7 @@ def to_wire(values: torch.Tensor, wire_dtype: str, numpy_dtype: np.dtype) -> np.
 
 def gather(weights: np.ndarray, slots: np.ndarray, out: np.ndarray, positions: np.ndarray, wire_dtype: str) -> None:
     is_hot = slots >= 0
-    rows = torch.from_numpy(weights[slots[is_hot]])
+    rows = torch.from_numpy(weights[slots[is_hot]]).float()
     out[positions[is_hot]] = to_wire(rows, wire_dtype, out.dtype)
 
 
@@ -118,3 +118,26 @@ def all_finite(values: np.ndarray, wire_dtype: str) -> int:
     """Flat index of the first infinity or NaN, or -1."""
     bad = torch.nonzero(~torch.isfinite(to_tensor(values, wire_dtype)).flatten())
     return int(bad[0]) if len(bad) else -1
+
+
+def rounding_keys(slots: np.ndarray, step: int, purpose: int) -> np.ndarray:
+    """int32[n] -> uint32[n]: half_rows.rounding_key."""
+    with np.errstate(over="ignore"):
+        mixed = mix64.py_func(slots.astype(np.uint64) ^ (np.uint64(2 * step + purpose) << np.uint64(32)))
+    return (mixed >> np.uint64(32)).astype(np.uint32)
+
+
+def round_rows(values: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """float32[n, D] -> float16[n, D]: up with the probability that makes the mean right, as half_rows.py."""
+    columns = np.arange(values.shape[1], dtype=np.uint32)
+    with np.errstate(over="ignore"):
+        x = keys[:, None] + columns * np.uint32(0x9E3779B9)
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+        x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+    share = ((x ^ (x >> np.uint32(16))) >> np.uint32(19)) / 2.0**13
+    size = np.minimum(np.abs(values.astype(np.float64)), 65504.0)
+    size = np.where(size < 2.0**-14, np.rint(size * 2.0**37) / 2.0**37, size)
+    _, exponent = np.frexp(np.maximum(size, 2.0**-14))
+    distance = np.exp2(exponent - 11.0)  # between neighbouring float16 values
+    rounded = np.minimum(np.floor(size / distance + share) * distance, 65504.0)
+    return np.copysign(rounded, values).astype(np.float16)

@@ -10,13 +10,23 @@ written and read back (20 MB each way). The sums are those of trainer/kernels.py
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, float32, int32, int64, njit, uint16, void
+from numba import carray, float32, float64, int32, int64, njit, uint16, void
 
 from embedding_server.kernels.cpu import as_float32
 from embedding_server.kernels.kernel import array, kernel, pointer, prefetch, view
 from embedding_server.kernels.row_sums import UNIT, sum_rows
-from embedding_server.kernels.row_updates import update_row
-from embedding_server.kernels.tables import DIM, KIND, STATE, STATE_COLUMNS, WEIGHTS
+from embedding_server.kernels.row_updates import is_plain, update_plain_row, update_row
+from embedding_server.kernels.tables import (
+    DIM,
+    KIND,
+    LAST_STEP,
+    LOG_SUMS,
+    STATE,
+    STATE_COLUMNS,
+    WEIGHT_BYTES,
+    WEIGHTS,
+    pending_factor,
+)
 from embedding_server.kernels.vectors import zero16
 from embedding_server.store import RowSums
 
@@ -25,6 +35,7 @@ SOURCE, POSITIONS, NUM_POSITIONS, SCALES, NUM_SCALES, STARTS, ROWS = range(7)
 SUMS_COLUMNS = 7
 _AHEAD = 8
 _LINE = 64
+_ONE = np.float32(1.0)
 _PREFETCH_BYTES = 512  # what follows comes by the hardware's own prefetch
 _ANY = 1 << 48  # length given to carray where the kernel never asks for it
 _ROW_COST = 4  # of the update of a row, in look-ups; only balances the threads
@@ -37,14 +48,39 @@ def _rows_at(weights, dim, state, columns, slot):
     return row, carray(pointer(state + 4 * columns * np.int64(slot)), columns, np.float32)
 
 
+@njit
+def _update_slot(place, dim, kind, values, gradient, scale, rate, constants, total, slot, step):
+    """One step on the row of a slot; `place`: see _place_of."""
+    weights, weight_bytes, state, columns, last_steps, log_sums = place
+    at_slot, pending = np.int64(slot), _ONE
+    its_state = carray(pointer(state + 4 * columns * at_slot), columns, np.float32)
+    if log_sums != 0:
+        pending = pending_factor(log_sums, last_steps, slot, total)
+    if weight_bytes == 2:
+        half_row = carray(pointer(weights + 2 * dim * at_slot), dim, np.int16)
+        update_row(kind, half_row, values, its_state, gradient, scale, rate, constants, pending, slot, step)
+    else:
+        row = carray(pointer(weights + 4 * dim * at_slot), dim, np.float32)
+        update_row(kind, row, values, its_state, gradient, scale, rate, constants, pending, slot, step)
+
+
+@njit(inline="always")
+def _place_of(table):
+    """What _update_slot needs of a row of the directory, once a table: rows' stores keep LLVM from hoisting loads."""
+    return table[WEIGHTS], table[WEIGHT_BYTES], table[STATE], table[STATE_COLUMNS], table[LAST_STEP], table[LOG_SUMS]
+
+
 @njit(forceinline=True)
-def _ask_for(weights, dim, state, columns, slots, i):
+def _ask_for(place, dim, slots, i):
     """Asks for the row that the loop over `slots` updates _AHEAD iterations after i."""
     if i + _AHEAD < slots.size and slots[i + _AHEAD] >= 0:
-        slot = np.int64(slots[i + _AHEAD])
+        weights, weight_bytes, state, columns, last_steps, log_sums = place
+        slot, row_bytes = np.int64(slots[i + _AHEAD]), weight_bytes * dim
         prefetch(state + 4 * columns * slot)
-        for offset in range(0, min(4 * dim, _PREFETCH_BYTES), _LINE):
-            prefetch(weights + 4 * dim * slot + offset)
+        for offset in range(0, min(row_bytes, _PREFETCH_BYTES), _LINE):
+            prefetch(weights + row_bytes * slot + offset)
+        if log_sums != 0:
+            prefetch(last_steps + 4 * slot)
 
 
 @njit
@@ -58,32 +94,41 @@ def _widest(directory, tables):
 @kernel(
     *(
         void(
-            view(int64, 2), view(float32, 2), view(int64), view(float32), float32, view(int64), view(int64),
-            view(int64), view(wire), int64, int64, int64,
+            view(int64, 2), view(float32, 2), view(int64), view(float32), view(float64), float32, int64, view(int64),
+            view(int64), view(int64), view(wire), int64, int64, int64,
         )
         for wire in (float32, uint16)
     )
 )  # fmt: skip
 def apply_values(
-    directory, constants, tables, rates, scale, counts, slot_addresses, value_addresses, like, mode, part, parts
-):
+    directory, constants, tables, rates, totals, scale, step, counts, slot_addresses, value_addresses, like, mode,
+    part, parts,
+):  # fmt: skip
     """One optimizer step on the rows of each table, with gradients [counts[k], D] of like's dtype; slot -1 skips.
 
-    constants float32[T, NUM_CONSTANTS] of the directory's tables; rates float32[K].
+    constants float32[T, NUM_CONSTANTS] of the directory's tables; rates float32[K]; totals float64[K]: the log-sum of
+    weight decay up to this step.
     """
-    buffer = np.empty(_widest(directory, tables), np.float32)
+    widest = _widest(directory, tables)
+    buffer, half_buffer = np.empty(widest, np.float32), np.empty(widest, np.float32)
     for k in range(tables.size):
         table = directory[tables[k]]
-        kind, weights, dim, state, columns = table[KIND], table[WEIGHTS], table[DIM], table[STATE], table[STATE_COLUMNS]
-        n, values, rate, of_table = counts[k], value_addresses[k], rates[k], constants[tables[k]]
+        n, values, rate, of_table, total = counts[k], value_addresses[k], rates[k], constants[tables[k]], totals[k]
+        dim, kind, place = table[DIM], table[KIND], _place_of(table)
+        weights, state, columns = table[WEIGHTS], table[STATE], table[STATE_COLUMNS]
+        plain = is_plain(kind, table[WEIGHT_BYTES], table[LOG_SUMS], of_table)
         slots = carray(pointer(slot_addresses[k]), n, np.int32)
-        its_buffer = buffer[:dim]
+        its_buffer, its_values = buffer[:dim], half_buffer[:dim]
         for i in range(n * part // parts, n * (part + 1) // parts):
-            _ask_for(weights, dim, state, columns, slots, i)
+            _ask_for(place, dim, slots, i)
             if slots[i] >= 0:
-                row, its_state = _rows_at(weights, dim, state, columns, slots[i])
-                gradient = carray(pointer(values + i * dim * like.itemsize), dim, like.dtype)
-                update_row(kind, row, its_state, as_float32(gradient, mode, its_buffer), scale, rate, of_table)
+                wire_gradient = carray(pointer(values + i * dim * like.itemsize), dim, like.dtype)
+                gradient = as_float32(wire_gradient, mode, its_buffer)
+                if plain:
+                    row, its_state = _rows_at(weights, dim, state, columns, slots[i])
+                    update_plain_row(kind, row, its_state, gradient, scale, rate, of_table)
+                else:
+                    _update_slot(place, dim, kind, its_values, gradient, scale, rate, of_table, total, slots[i], step)
 
 
 @njit
@@ -107,35 +152,44 @@ def _first_of_part(starts, rows, n, part, parts):
 
 @kernel(
     void(
-        view(int64, 2), view(float32, 2), view(int64), view(float32), float32, view(int64), view(int64),
-        view(int64, 2), int64, int64,
+        view(int64, 2), view(float32, 2), view(int64), view(float32), view(float64), float32, int64, view(int64),
+        view(int64), view(int64, 2), int64, int64,
     )
 )  # fmt: skip
-def apply_sums(directory, constants, tables, rates, scale, counts, slot_addresses, sums, part, parts):
+def apply_sums(directory, constants, tables, rates, totals, scale, step, counts, slot_addresses, sums, part, parts):
     """As apply_values; the gradient of row i of table k is summed from what sums[k] describes (store.RowSums)."""
-    gradient = np.empty(_widest(directory, tables), np.float32)
+    widest = _widest(directory, tables)
+    gradient, half_buffer = np.empty(widest, np.float32), np.empty(widest, np.float32)
     for k in range(tables.size):
         table, of_table = directory[tables[k]], sums[k]
-        kind, weights, dim, state, columns = table[KIND], table[WEIGHTS], table[DIM], table[STATE], table[STATE_COLUMNS]
-        n, rate, its_constants = counts[k], rates[k], constants[tables[k]]
+        n, rate, its_constants, total = counts[k], rates[k], constants[tables[k]], totals[k]
+        dim, kind, place = table[DIM], table[KIND], _place_of(table)
+        weights, state, columns = table[WEIGHTS], table[STATE], table[STATE_COLUMNS]
+        plain = is_plain(kind, table[WEIGHT_BYTES], table[LOG_SUMS], its_constants)
         slots = carray(pointer(slot_addresses[k]), n, np.int32)
         source = carray(pointer(of_table[SOURCE]), _ANY, np.float32)
         positions = carray(pointer(of_table[POSITIONS]), of_table[NUM_POSITIONS], np.int32)
         scales = carray(pointer(of_table[SCALES]), of_table[NUM_SCALES], np.float32)
         starts = carray(pointer(of_table[STARTS]), _ANY, np.int64)
         rows = carray(pointer(of_table[ROWS]), n, np.int32)
-        its_gradient = gradient[:dim]  # not in the loop over rows: a view counts a reference, which is an atomic add
+        # not in the loop over rows: a view counts a reference, which is an atomic add
+        its_gradient, its_values = gradient[:dim], half_buffer[:dim]
         first, last = _first_of_part(starts, rows, n, part, parts), _first_of_part(starts, rows, n, part + 1, parts)
         for i in range(first, last):
-            _ask_for(weights, dim, state, columns, slots, i)
+            _ask_for(place, dim, slots, i)
             if slots[i] >= 0:
                 u = rows[i]
                 sum_rows(
                     source, positions, None, UNIT, scales, starts[u], starts[u + 1], dim, np.float32(1),
                     its_gradient, 0, False, zero16(),
                 )  # fmt: skip
-                row, its_state = _rows_at(weights, dim, state, columns, slots[i])
-                update_row(kind, row, its_state, its_gradient, scale, rate, its_constants)
+                if plain:
+                    row, its_state = _rows_at(weights, dim, state, columns, slots[i])
+                    update_plain_row(kind, row, its_state, its_gradient, scale, rate, its_constants)
+                else:
+                    _update_slot(
+                        place, dim, kind, its_values, its_gradient, scale, rate, its_constants, total, slots[i], step
+                    )
 
 
 @kernel(

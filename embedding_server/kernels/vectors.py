@@ -50,40 +50,40 @@ def at(i):
 # ---- code generation, for a vector (lanes=16) or a scalar (lanes=1) -------------------------------------------------
 
 
-def _shape(element, lanes):
+def vector_type(element, lanes):
     return ir.VectorType(element, lanes) if lanes > 1 else element
 
 
-def _splat(element, value, lanes):
-    return ir.Constant(_shape(element, lanes), [value] * lanes if lanes > 1 else value)
+def splat_constant(element, value, lanes):
+    return ir.Constant(vector_type(element, lanes), [value] * lanes if lanes > 1 else value)
 
 
-def _element_pointer(context, builder, array_type, array, index):
+def element_pointer(context, builder, array_type, array, index):
     return builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
 
 
 def _load(builder, pointer, dtype, lanes):
     size = dtype.bitwidth // 8
     if dtype == types.float32:
-        return builder.load(builder.bitcast(pointer, _shape(_F32, lanes).as_pointer()), align=size)
-    raw = builder.load(builder.bitcast(pointer, _shape(_I16, lanes).as_pointer()), align=size)
+        return builder.load(builder.bitcast(pointer, vector_type(_F32, lanes).as_pointer()), align=size)
+    raw = builder.load(builder.bitcast(pointer, vector_type(_I16, lanes).as_pointer()), align=size)
     if dtype == types.int16:
-        return builder.fpext(builder.bitcast(raw, _shape(ir.HalfType(), lanes)), _shape(_F32, lanes))
-    wide = builder.shl(builder.zext(raw, _shape(_I32, lanes)), _splat(_I32, 16, lanes))
-    return builder.bitcast(wide, _shape(_F32, lanes))
+        return builder.fpext(builder.bitcast(raw, vector_type(ir.HalfType(), lanes)), vector_type(_F32, lanes))
+    wide = builder.shl(builder.zext(raw, vector_type(_I32, lanes)), splat_constant(_I32, 16, lanes))
+    return builder.bitcast(wide, vector_type(_F32, lanes))
 
 
 def _to_bfloat16(builder, value, lanes):
-    bits = builder.bitcast(value, _shape(_I32, lanes))
-    odd = builder.and_(builder.lshr(bits, _splat(_I32, 16, lanes)), _splat(_I32, 1, lanes))
-    rounded = builder.add(bits, builder.add(odd, _splat(_I32, 0x7FFF, lanes)))
-    high = builder.trunc(builder.lshr(rounded, _splat(_I32, 16, lanes)), _shape(_I16, lanes))
-    return builder.select(builder.fcmp_unordered("uno", value, value), _splat(_I16, 0x7FC0, lanes), high)
+    bits = builder.bitcast(value, vector_type(_I32, lanes))
+    odd = builder.and_(builder.lshr(bits, splat_constant(_I32, 16, lanes)), splat_constant(_I32, 1, lanes))
+    rounded = builder.add(bits, builder.add(odd, splat_constant(_I32, 0x7FFF, lanes)))
+    high = builder.trunc(builder.lshr(rounded, splat_constant(_I32, 16, lanes)), vector_type(_I16, lanes))
+    return builder.select(builder.fcmp_unordered("uno", value, value), splat_constant(_I16, 0x7FC0, lanes), high)
 
 
 def _store(builder, pointer, value, dtype, lanes, streaming):
     if dtype == types.int16:
-        value = builder.bitcast(builder.fptrunc(value, _shape(ir.HalfType(), lanes)), _shape(_I16, lanes))
+        value = builder.bitcast(builder.fptrunc(value, vector_type(ir.HalfType(), lanes)), vector_type(_I16, lanes))
     elif dtype == types.uint16:
         value = _to_bfloat16(builder, value, lanes)
     size = dtype.bitwidth // 8
@@ -96,7 +96,7 @@ def _store(builder, pointer, value, dtype, lanes, streaming):
 def _loader(lanes, result):
     def typed(typingctx, array, index):
         def codegen(context, builder, signature, args):
-            pointer = _element_pointer(context, builder, signature.args[0], args[0], args[1])
+            pointer = element_pointer(context, builder, signature.args[0], args[0], args[1])
             return _load(builder, pointer, signature.args[0].dtype, lanes)
 
         return result(array, types.uint64), codegen
@@ -107,7 +107,7 @@ def _loader(lanes, result):
 def _storer(lanes, operand, streaming):
     def typed(typingctx, array, index, value):
         def codegen(context, builder, signature, args):
-            pointer = _element_pointer(context, builder, signature.args[0], args[0], args[1])
+            pointer = element_pointer(context, builder, signature.args[0], args[0], args[1])
             _store(builder, pointer, args[2], signature.args[0].dtype, lanes, streaming)
             return context.get_dummy_value()
 
@@ -136,7 +136,7 @@ stream16 = intrinsic(_storer(LANES, float32x16, streaming=True))
 
 @intrinsic
 def zero16(typingctx):
-    return float32x16(), lambda context, builder, signature, args: _splat(_F32, 0.0, LANES)
+    return float32x16(), lambda context, builder, signature, args: splat_constant(_F32, 0.0, LANES)
 
 
 @intrinsic
@@ -190,7 +190,7 @@ def largest16(typingctx, largest, value):
     def codegen(context, builder, signature, args):
         ints = ir.VectorType(_I32, LANES)
         kept = builder.bitcast(args[0], ints)
-        bits = builder.and_(builder.bitcast(args[1], ints), _splat(_I32, 0x7FFFFFFF, LANES))
+        bits = builder.and_(builder.bitcast(args[1], ints), splat_constant(_I32, 0x7FFFFFFF, LANES))
         larger = builder.select(builder.icmp_unsigned(">", bits, kept), bits, kept)
         return builder.bitcast(larger, ir.VectorType(_F32, LANES))
 
@@ -228,7 +228,7 @@ def fetch(typingctx, array, index):
     """Asks the CPU to bring the cache line of array[index] nearer; never faults, reads nothing."""
 
     def codegen(context, builder, signature, args):
-        pointer = _element_pointer(context, builder, signature.args[0], args[0], args[1])
+        pointer = element_pointer(context, builder, signature.args[0], args[0], args[1])
         kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), _I32, _I32, _I32])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         builder.call(function, [builder.bitcast(pointer, ir.IntType(8).as_pointer()), _I32(0), _I32(3), _I32(1)])

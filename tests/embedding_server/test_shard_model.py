@@ -8,6 +8,7 @@ FBGEMM's own quantise and dequantise.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from embedding_server.policy import control_buckets, frostline_at, hot_fraction_
 from embedding_server.reserved import PAGE_BYTES
 from embedding_server.shard import Shard, ShardGradients
 from embedding_server.spec import OptimizerSpec, PolicySpec, ScheduleSpec, TableSpec
-from embedding_server.store import DEFAULT, FOUND, NUM_BUCKETS, TRAINABLE, Identity
+from embedding_server.store import BAND_SHIFT, DEFAULT, FOUND, NUM_BUCKETS, TRAINABLE, Identity
 
 DIM = 4
 HOT_ROW_BYTES = 4 * DIM + 5  # sgd: weights, last_step, visits
@@ -248,8 +249,16 @@ class Harness:
                 assert rows.flags[i] == (DEFAULT if reads_default else 0)
             else:
                 expected = row.values
-                assert rows.flags[i] == (TRAINABLE | FOUND if row.hot else FOUND), row_id
+                flags = (TRAINABLE | FOUND if row.hot else FOUND) | self.band(row) << BAND_SHIFT
+                assert rows.flags[i] == flags, row_id
             assert rows.values[i].tobytes() == expected.tobytes(), row_id
+
+    def band(self, row: Row) -> int:
+        """min(31, floor(4 log2 heat)) at the newest step; 0 for heat below 1."""
+        if self.spec.policy.kind == "off":
+            return 0
+        octaves = (row.heat - heat.now_code(self.step, self.spec.policy.half_life_steps)) / heat.CODES_PER_OCTAVE
+        return max(0, min(31, math.floor(4 * octaves)))
 
     def run_step(self, draw) -> None:
         self.step += 1

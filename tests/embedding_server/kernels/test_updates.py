@@ -28,7 +28,8 @@ def table_of(tmp_path, index: int, kind: OptimizerKind, clip_norm: float = 0.0) 
     )
     return Table(
         TableSpec(name=f"t{index}", dim=DIMS[index], optimizer=optimizer), backend=choose_backend("cpu"),
-        data_dir=tmp_path, budget=MemoryBudget(1 << 26), num_buckets=NUM_BUCKETS, on_event=lambda text: None,
+        data_dir=tmp_path, budget=MemoryBudget(1 << 26), buckets=np.ones(NUM_BUCKETS, np.bool_),
+        on_event=lambda text: None,
     )  # fmt: skip
 
 
