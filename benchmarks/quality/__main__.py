@@ -42,7 +42,10 @@ def main(argv: list[str] | None = None) -> int:
         (folder / "cases.jsonl").unlink(missing_ok=True)
     results = Results(folder)
     run_cases(results, cases, arguments.processes, _say)
-    return report(name, results, cases, arguments.out, _say)
+    compared = report(name, results, cases, arguments.out, _say)
+    if any(results.of(case) is None for case in cases):
+        return 1
+    return 0 if arguments.smoke else judge(compared, _say)
 
 
 def run_cases(results: Results, cases: Sequence[Case], num_processes: int, say: Say) -> None:
@@ -88,22 +91,33 @@ def _run_all(
                 yield futures[future], future.result()
 
 
-def report(name: str, results: Results, cases: Sequence[Case], out: Path, say: Say) -> int:
-    """Prints the table and the criteria, writes NAME.json and NAME.png. Status 1 if a criterion is missed."""
+def judge(compared: Sequence[Compared], say: Say) -> int:
+    """Says which criteria are met; status 1 if one is missed."""
+    criteria = check(compared)
+    for criterion in criteria:
+        say(f"{'met   ' if criterion.is_met else 'MISSED'} {criterion.name}: {criterion.figure}")
+    return 0 if all(criterion.is_met for criterion in criteria) else 1
+
+
+def report(name: str, results: Results, cases: Sequence[Case], out: Path, say: Say) -> list[Compared]:
+    """Prints the table, writes NAME.json and NAME.png."""
     compared = compare(results, cases)
     criteria = check(compared)
     for line in table_of(compared):
         say(line)
-    for criterion in criteria:
-        say(f"{'met   ' if criterion.is_met else 'MISSED'} {criterion.name}: {criterion.figure}")
-    document = {"workload": name, **provenance(), **_settings(cases), "criteria": [asdict(c) for c in criteria]}
-    document["compared"] = [c.as_json() for c in compared]
+    document = {
+        "workload": name,
+        **provenance(),
+        **_settings(cases),
+        "criteria": [asdict(criterion) for criterion in criteria],
+        "compared": [c.as_json() for c in compared],
+    }
     say(f"wrote {write_result(document, out)}")
     panels = _panels(compared)
     if panels:
         draw_frontier(panels, out / f"{name}.png")
         say(f"wrote {out / f'{name}.png'}")
-    return 0 if all(criterion.is_met for criterion in criteria) else 1
+    return compared
 
 
 def table_of(compared: Sequence[Compared]) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from embedding_server.spec import OptimizerSpec, PolicySpec, ScheduleSpec
+from embedding_server.spec import OptimizerKind, OptimizerSpec, PolicySpec, ScheduleSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Contestant:
 _TOPK = {"kind": "topk", "hot_fraction": 0.1, "probation_visits": 4, "resume": False}
 #: Without resuming, a rank decides once and for all, and heat of a long memory favours old IDs over new ones that are
 #: visited as often: with half a data pass the same share of gradients costs three times as much.
-_RANKED: dict[str, Any] = {"half_life": 0.02, "reselections": 50}
+_RANKED: dict[str, Any] = {"half_life": 0.01, "reselections": 100}
 
 
 def _rival_of_min_count(count: int) -> Contestant:
@@ -82,9 +82,9 @@ CONTESTANTS: dict[str, Contestant] = {
 }
 
 #: initial accumulator and learning rate of rows, tuned for `off` alone on another seed of S1
-LEARNING_RATES = {"rowwise_adagrad": 0.05, "adagrad": 0.05, "adam": 0.002}
+LEARNING_RATES: dict[OptimizerKind, float] = {"rowwise_adagrad": 0.05, "adagrad": 0.05, "adam": 0.002}
 INITIAL_ACCUMULATOR = 0.001
 
 
-def optimizer_spec(kind: str) -> OptimizerSpec:
-    return OptimizerSpec(kind=kind, initial_accumulator=INITIAL_ACCUMULATOR)  # type: ignore[arg-type]
+def optimizer_spec(kind: OptimizerKind) -> OptimizerSpec:
+    return OptimizerSpec(kind=kind, initial_accumulator=INITIAL_ACCUMULATOR)

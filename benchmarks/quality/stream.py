@@ -41,7 +41,7 @@ class StreamSpec:
     cardinalities: tuple[int, ...] = (1_000_000, 1_000_000, 300_000, 300_000, 100_000, 30_000, 3_000, 100)
     turnover: float = 1.0  # holders of a rank per training pass, beside the first
     lasting_share: float = 0.5  # of the ranks, whose holder never changes
-    effect_std: float = 0.3
+    effect_std: float = 0.27
     pair_std: float = 0.1
     drift: float = 0.4  # radians per training pass
     bias: float = -1.0

@@ -30,7 +30,7 @@ from benchmarks.quality.samples import MOVIELENS, Data, open_data
 from embedding_server.inproc import InprocStore
 from embedding_server.optimizers import num_state_columns
 from embedding_server.policy import frostline_at
-from embedding_server.spec import PolicySpec, TableSpec
+from embedding_server.spec import OptimizerKind, PolicySpec, TableSpec
 from embedding_server.store import Identity
 from trainer.data.batch import Batch
 from trainer.embedding import FrostlineEmbeddingBagCollection
@@ -47,7 +47,7 @@ class Case:
 
     stream: str
     contestant: str
-    optimizer: str = "rowwise_adagrad"
+    optimizer: OptimizerKind = "rowwise_adagrad"
     seed: int = 0
     data_passes: int = 1
     dim: int = 64
@@ -161,7 +161,7 @@ class CaseRun:
 
     def _bytes(self) -> int:
         bits = self.contestant.quantised_bits
-        columns = num_state_columns(self.case.optimizer, self.dim)  # type: ignore[arg-type]
+        columns = num_state_columns(self.case.optimizer, self.dim)
         total = 0
         for name, stats in self.store.stats().tables.items():
             if bits is None or name not in self.data.large_tables:
