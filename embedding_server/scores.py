@@ -187,6 +187,10 @@ def _check_gradients_are_kept(spec: TableSpec, what: str) -> None:
         )
 
 
+def ranks_by_heat(policy: PolicySpec) -> bool:
+    return policy.select == "topk" or (policy.select == "score" and policy.score == "heat")
+
+
 def reads_rows(policy: PolicySpec) -> bool:
     """The table is ranked by more than its index knows."""
     return policy.kind == "topk" and policy.select == "score" and policy.score != "heat"
