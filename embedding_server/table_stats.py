@@ -56,10 +56,10 @@ def mask_info_of(table: Table, first: int, last: int) -> MaskInfo:
     entries = table.index.scan(first, last)
     bands = heat_bands(entries.heat, table.last_step_seen, table.spec.policy.half_life_steps)
     is_hot = (entries.locations & FROZEN_BIT) == 0
-    heat_counts = (np.bincount(bands[rows], minlength=NUM_HEAT_BANDS) for rows in (is_hot, ~is_hot))
+    hot, frozen = (np.bincount(bands[rows], minlength=NUM_HEAT_BANDS) for rows in (is_hot, ~is_hot))
     if first:
-        return MaskInfo(TableStats(), None, *heat_counts)
-    return MaskInfo(stats_of(table), table.frostline, *heat_counts, table.rows_ranked, table.rows_ranked_before)
+        return MaskInfo(TableStats(), None, hot, frozen)
+    return MaskInfo(stats_of(table), table.frostline, hot, frozen, table.rows_ranked, table.rows_ranked_before)
 
 
 def heat_bands(codes: np.ndarray, step: int, half_life_steps: float) -> np.ndarray:

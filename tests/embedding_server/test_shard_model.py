@@ -442,7 +442,7 @@ def _run(data, *, frozen_bits: int) -> None:
         harness.shard.close()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_history_equals_dictionary_bit_for_bit(data) -> None:
     _run(data, frozen_bits=32)
