@@ -253,13 +253,15 @@ class RemoteStore(EmbeddingStore):
     def _plan_push(
         self, shard: int, gradients: Mapping[str, TableGradients], dims: Mapping[str, int], wire: WireDtype
     ) -> list[list[Piece]]:
-        """Messages of pieces for one shard. A table with a default gradient is there even without rows."""
+        """Messages of pieces for one shard. A table with a default gradient is there even without rows, and so is one
+        with weight decay: its learning rate counts on every shard."""
         itemsize = WIRE_NUMPY[wire].itemsize
         pieces = []
         for name, table in gradients.items():
             offsets = table.ids.shard_offsets
             piece = Piece(name, int(offsets[shard]), int(offsets[shard + 1]))
-            if piece.stop > piece.start or table.default_gradient is not None:
+            decays = self._specs[name].optimizer.weight_decay > 0
+            if piece.stop > piece.start or table.default_gradient is not None or decays:
                 pieces.append((piece, 8 + dims[name] * itemsize))
         return split("Push", pieces)
 

@@ -102,7 +102,8 @@ class _Collection(torch.nn.Module):
         self.learning_rate = options.get("learning_rate", 0.01)
         self._device = torch.device(options.get("device", "cpu"))
         optimizer, policy = options.get("optimizer", OptimizerSpec()), options.get("policy", PolicySpec())
-        store.create_tables(specs_of_configs(configs, optimizer, policy, options.get("seed", 0), options.get("specs")))
+        specs = specs_of_configs(configs, optimizer, policy, options.get("seed", 0), options.get("specs"))
+        store.create_tables(specs)
         identity, last_step = options.get("identity"), options.get("last_step", 0)
         if identity is None:
             job = options.get("job", "default")
@@ -111,7 +112,8 @@ class _Collection(torch.nn.Module):
         num_threads = options.get("num_threads", min(torch.get_num_threads(), _MAX_THREADS))
         is_pooled = isinstance(self, EmbeddingBagCollectionInterface)
         self._plan = LookupPlan(tables, store, is_pooled, is_weighted, num_threads)
-        self._steps = TrainingSteps(store, self._plan, identity, last_step)
+        decaying = {spec.name: spec.dim for spec in specs if spec.optimizer.weight_decay}
+        self._steps = TrainingSteps(store, self._plan, identity, last_step, decaying)
         self._last_lookups: Lookups | None = None
 
     @property

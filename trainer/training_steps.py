@@ -14,13 +14,21 @@ import math
 import threading
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embedding_server.errors import InvalidInput, NotReady
-from embedding_server.store import EmbeddingStore, Identity, PushAck, TableGradients
+from embedding_server.store import (
+    WIRE_NUMPY,
+    EmbeddingStore,
+    Identity,
+    PushAck,
+    RoutedIds,
+    TableGradients,
+    push_dtype,
+)
 from trainer.lookup_plan import LookupPlan
 from trainer.lookups import Lookups, RowGradients
 
@@ -63,8 +71,17 @@ class TrainingSteps:
     2. `_open` holds the steps between forward and push, oldest first.
     """
 
-    def __init__(self, store: EmbeddingStore, plan: LookupPlan, who: Identity, last_step: int) -> None:
+    def __init__(
+        self,
+        store: EmbeddingStore,
+        plan: LookupPlan,
+        who: Identity,
+        last_step: int,
+        decaying: Mapping[str, int] | None = None,
+    ) -> None:
+        """decaying: dim of each table with weight decay, whose learning rate every Push carries to every shard."""
         self.who = who
+        self._no_gradients = {name: _no_gradients(store, dim) for name, dim in (decaying or {}).items()}
         self._store = store
         self._plan = plan
         self._lock = threading.Lock()  # guards the three below
@@ -151,4 +168,12 @@ class TrainingSteps:
             name: TableGradients(g.ids, g.values, learning_rate, g.default_gradient, g.sums)
             for name, g in opened.row_gradients.items()
         }
+        for name, empty in self._no_gradients.items():
+            tables.setdefault(name, replace(empty, learning_rate=learning_rate))
         return StepGradients(opened.step, tables)
+
+
+def _no_gradients(store: EmbeddingStore, dim: int) -> TableGradients:
+    """The block of a table in a Push that names none of its rows."""
+    ids = RoutedIds(np.empty(0, np.int64), np.zeros(store.num_shards + 1, np.int64))
+    return TableGradients(ids, np.empty((0, dim), WIRE_NUMPY[push_dtype(store.wire_dtype)]), 0.0)

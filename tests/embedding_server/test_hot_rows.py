@@ -65,6 +65,99 @@ def test_cpu_equals_the_reference_after_k_steps(kind: OptimizerKind, wire_dtype:
     assert np.abs(ours.read(slots)[0] - weights).max() > 0.05
 
 
+def half_rows(backend: type[HotRows], kind: OptimizerKind, weights: np.ndarray) -> HotRows:
+    return filled(backend(weights.shape[1], optimizer_spec(kind), len(weights), hot_bits=16), weights)
+
+
+@pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_rows_equal_the_reference(kind: OptimizerKind, wire_dtype: str) -> None:
+    """Rounded by the same random bits: only where float32 arithmetic differs by an ulp may one go up and one down."""
+    weights = random_weights()
+    ours, theirs = (half_rows(backend, kind, weights) for backend in (CpuHotRows, ReferenceHotRows))
+    slots = np.arange(NUM_ROWS, dtype=np.int32)
+    np.testing.assert_array_equal(ours.read(slots)[0], weights.astype(np.float16))
+    for step, (some, gradients, positions) in enumerate(random_steps(wire_dtype)[:5], start=1):
+        pending = np.linspace(0.5, 1.0, len(some)).astype(np.float32)
+        for rows in (ours, theirs):
+            rows.apply(some, gradients, positions, wire_dtype, 0.5, LEARNING_RATE, step, pending)
+            rows.scale(some[some >= 0], pending[some >= 0], step)
+    for one, other in zip(ours.read(slots), theirs.read(slots), strict=True):
+        np.testing.assert_allclose(one, other, rtol=4e-3, atol=1e-6)
+    assert (ours.read(slots)[0] == theirs.read(slots)[0]).mean() > 0.95
+    outs = [np.zeros((NUM_ROWS, DIM), WIRE_NUMPY[wire_dtype]) for _ in range(2)]
+    theirs.write(slots, *ours.read(slots))
+    for rows, out in zip((ours, theirs), outs, strict=True):
+        rows.gather(slots, out, slots, wire_dtype)
+    assert outs[0].tobytes() == outs[1].tobytes() == from_float32(ours.read(slots)[0], wire_dtype).tobytes()
+
+
+@pytest.mark.parametrize("backend", [CpuHotRows, ReferenceHotRows])
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_rows_train_as_float32_rows_do_on_average(kind: OptimizerKind, backend: type[HotRows]) -> None:
+    """Every row gets the same gradients, each a step below what float16 resolves."""
+    num_rows = 2000
+    weights = np.full((num_rows, DIM), 0.9, np.float32)
+    exact = filled(backend(DIM, optimizer_spec(kind), 1), weights[:1])
+    rows = half_rows(backend, kind, weights)
+    exact.write(np.zeros(1, np.int32), rows.read(np.zeros(1, np.int32))[0], rows.read(np.zeros(1, np.int32))[1])
+    start, rng = exact.read(np.zeros(1, np.int32))[0][0, 0], np.random.default_rng(0)
+    slots = np.arange(num_rows, dtype=np.int32)
+    for step in range(1, 31):
+        gradient = rng.uniform(0.02, 0.05, (1, DIM)).astype(np.float32)
+        exact.apply(slots[:1], gradient, slots[:1], "float32", 1.0, 1e-4, step)
+        rows.apply(slots, gradient, np.zeros(num_rows, np.int32), "float32", 1.0, 1e-4, step)
+    wanted = exact.read(slots[:1])[0][0]
+    assert (wanted < start).all()
+    moved = rows.read(slots)[0].astype(np.float64).mean(axis=0) - start
+    np.testing.assert_allclose(moved, wanted - start, rtol=0.15, atol=3e-5)
+
+
+@pytest.mark.parametrize("backend", [CpuHotRows, ReferenceHotRows])
+def test_half_rows_saturate(backend: type[HotRows]) -> None:
+    spec = TableSpec(name="t", dim=4, optimizer=OptimizerSpec(kind="sgd"), init_min=-1e6, init_max=1e6)
+    rows = backend(4, spec.optimizer, 100, hot_bits=16)
+    slots = np.arange(100, dtype=np.int32)
+    rows.initialise(slots, np.arange(100, dtype=np.int64), spec)
+    weights, _ = rows.read(slots)
+    assert np.abs(weights).max() == 65504
+    for step in range(1, 4):
+        rows.apply(slots, np.full((1, 4), -1e30, np.float32), slots * 0, "float32", 1.0, 1.0, step)
+    assert (rows.read(slots)[0] == 65504).all()
+    rows.write(slots[:1], np.array([[-1e9, 1e9, 0, 65520]], np.float32), np.zeros((1, 0), np.float32))
+    assert rows.read(slots[:1])[0].tolist() == [[-65504, 65504, 0, 65504]]
+
+
+@pytest.mark.parametrize("backend", [CpuHotRows, ReferenceHotRows])
+def test_half_rows_take_half_the_memory_and_start_from_rounded_values(backend: type[HotRows]) -> None:
+    spec = TableSpec(name="t", dim=DIM, optimizer=OptimizerSpec(), seed=3)
+    rows, full = backend(DIM, spec.optimizer, 100_000, hot_bits=16), backend(DIM, spec.optimizer, 100_000)
+    slots, row_ids = np.array([7, 3, 90_000], np.int32), np.array([5, -1, 2**62], np.int64)
+    for each in (rows, full):
+        each.initialise(slots, row_ids, spec)
+    np.testing.assert_array_equal(rows.read(slots)[0], full.read(slots)[0].astype(np.float16))
+    rows.move(slots, slots[::-1].copy())
+    np.testing.assert_array_equal(rows.read(slots[::-1])[0], full.read(slots)[0].astype(np.float16))
+    assert 0 <= rows.bytes_weights(10_000) - 2 * 10_000 * DIM < PAGE_BYTES
+    rows.release(10)
+    assert not rows.read(slots[2:])[0].any()
+
+
+@pytest.mark.parametrize("backend", [CpuHotRows, ReferenceHotRows])
+@pytest.mark.parametrize("kind", KINDS)
+def test_pending_counts_before_and_not_for_the_update(kind: OptimizerKind, backend: type[HotRows]) -> None:
+    weights, factor = random_weights(), np.float32(0.625)
+    owing = filled(backend(DIM, optimizer_spec(kind), 1000), weights)
+    settled = filled(backend(DIM, optimizer_spec(kind), 1000), weights * factor)
+    slots, gradients, positions = random_steps("float32")[0]
+    owing.apply(slots, gradients, positions, "float32", 1.0, LEARNING_RATE, 1, np.full(len(slots), factor))
+    settled.apply(slots, gradients, positions, "float32", 1.0, LEARNING_RATE, 1)
+    every = np.arange(NUM_ROWS, dtype=np.int32)
+    owing.scale(every, np.full(NUM_ROWS, factor), 1)
+    for one, other in zip(owing.read(every), settled.read(every), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 def torch_optimizer(kind: OptimizerKind, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
     spec = optimizer_spec(kind)
     match kind:

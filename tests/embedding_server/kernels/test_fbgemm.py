@@ -128,6 +128,11 @@ def test_ftrl_is_refused_with_the_way_out() -> None:
         FbgemmHotRows(DIM, OptimizerSpec(kind="ftrl"), 100)
 
 
+def test_half_rows_need_a_gpu_and_no_weight_decay() -> None:
+    with pytest.raises(InvalidInput, match="hot_bits=16 with backend='fbgemm' needs a GPU"):
+        FbgemmHotRows(DIM, OptimizerSpec(), 100, 16, device="cpu")
+
+
 def test_the_backend_can_be_asked_for_by_name() -> None:
     rows = choose_backend("fbgemm").hot_rows(DIM, OptimizerSpec(), 100)
     assert isinstance(rows, FbgemmHotRows)
