@@ -1,9 +1,10 @@
 """Policies as pure decisions over arrays: which rows freeze or thaw, where the frostline lies. Nothing moves here.
 
-    off    nothing freezes
-    idle   a hot row without a visit in idle_steps freezes; any training visit thaws it (table.py, at the Pull)
-    compact  as idle, but an idle row with fewer than forget_below visits is forgotten
-    topk   past probation, rows above the frostline are hot and the others frozen, decided at a re-selection
+    off       nothing freezes
+    idle      a hot row without a visit in idle_steps freezes; any training visit thaws it (table.py, at the Pull)
+    compact   as idle, but an idle row with fewer than forget_below visits is forgotten
+    topk      past probation, rows above the frostline are hot and the others frozen, decided at a re-selection; on
+              probation a row lives as under idle
 
 `select: random` ranks by a hash instead of by heat: the control that must do worse. `select: score` ranks by a function
 of the row (scores.py). `compute_frostline` is arithmetic on the sum of all shards' histograms; every shard applies its
@@ -18,6 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from embedding_server.errors import InvalidInput
 from embedding_server.heat import CODES_PER_BIN, CODES_PER_OCTAVE
 from embedding_server.kernels.hashing import hash_row_ids
 from embedding_server.schedule import of_spec
@@ -119,8 +121,11 @@ def compute_frostline(
     The histogram holds rows past probation; rows on probation train besides and are not counted in the share, nor are
     those of control buckets. hysteresis: rows move only if their heat is beyond the frostline by this share, to 1.1%.
     max_moves_fraction: of the rows that should move only as many as this share of the table do, the farthest from the
-    frostline first. resume False: no row thaws.
+    frostline first. resume False: no row thaws. InvalidInput if hot_fraction is not in [0, 1]; a loop with a schedule of
+    its own may give schedule.value_at(...).
     """
+    if not 0.0 <= hot_fraction <= 1.0:
+        raise InvalidInput(f"hot_fraction={hot_fraction} must be in [0, 1]; give the share of the rows that train")
     line = _split(histogram, hot_fraction)
     if line.bin >= 0 and hysteresis > 0.0:
         line = replace(line, margin_bins=math.ceil(BINS_PER_OCTAVE * math.log2(1.0 + hysteresis)))

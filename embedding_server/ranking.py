@@ -31,8 +31,8 @@ from embedding_server.store import NUM_BUCKETS, NUM_RANK_BINS, HeatHistogram
 if TYPE_CHECKING:
     from embedding_server.table import Table
 
-HISTOGRAM_ENTRIES = 1 << 18  # counted a call: 10 ms
-_SCORED_VALUES = 1 << 21  # weights read a slice by a score that reads them, at some 130 M a second: 16 ms
+HISTOGRAM_ENTRIES = 1 << 18  # counted a call, at 25 to 60 M a second on one core: 4 to 10 ms
+_SCORED_VALUES = 1 << 21  # weights read a slice by a score that reads them, at some 270 M a second: 8 ms
 
 
 @dataclass(frozen=True, slots=True)

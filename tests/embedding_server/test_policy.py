@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embedding_server import heat
+from embedding_server.errors import InvalidInput
 from embedding_server.policy import (
     compute_frostline,
     control_buckets,
@@ -219,3 +220,14 @@ def test_ties_of_another_salt_are_independent_and_reproducible() -> None:
         assert abs(np.corrcoef(tie_of(ids, salt=salt + 1), other)[0, 1]) < 0.02
         assert other.mean() == pytest.approx(0.5, abs=0.01)
         assert (other.min() >= 0.0) & (other.max() < 1.0)
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan")])
+def test_a_share_that_is_none_is_refused(fraction: float) -> None:
+    with pytest.raises(InvalidInput, match=r"hot_fraction=.* must be in \[0, 1\]"):
+        compute_frostline(_histogram(np.arange(10)), fraction)
+
+
+def test_no_share_at_all_leaves_no_row_above() -> None:
+    bins = np.arange(10) + 5
+    assert not is_above(compute_frostline(_histogram(bins), 0.0), bins, bins).any()
