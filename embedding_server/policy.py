@@ -121,8 +121,8 @@ def compute_frostline(
     The histogram holds rows past probation; rows on probation train besides and are not counted in the share, nor are
     those of control buckets. hysteresis: rows move only if their heat is beyond the frostline by this share, to 1.1%.
     max_moves_fraction: of the rows that should move only as many as this share of the table do, the farthest from the
-    frostline first. resume False: no row thaws. InvalidInput if hot_fraction is not in [0, 1]; a loop with a schedule of
-    its own may give schedule.value_at(...).
+    frostline first. resume False: no row thaws. A loop with a schedule of its own gives schedule.value_at(...).
+    InvalidInput if hot_fraction is not in [0, 1].
     """
     if not 0.0 <= hot_fraction <= 1.0:
         raise InvalidInput(f"hot_fraction={hot_fraction} must be in [0, 1]; give the share of the rows that train")
