@@ -3,6 +3,7 @@
     heat_slice      counts the ranks of tables of policy topk; changes nothing
     reselect        freezes, thaws, and forgets idle rare rows
     end_data_pass   forgets rare rows
+    mask_slice      counts rows by heat; changes nothing
 
 The shard has checked who is calling and that the step is applied.
 """
@@ -15,9 +16,10 @@ from embedding_server.errors import InvalidInput
 from embedding_server.forgetting import EndOfDataPass
 from embedding_server.ranking import heat_histogram, histogram_end
 from embedding_server.reselection import Reselection
-from embedding_server.store import NUM_BUCKETS, Frostline, HeatHistogram, Moves
+from embedding_server.store import NUM_BUCKETS, Frostline, HeatHistogram, MaskInfo, Moves
 from embedding_server.table import Table
 from embedding_server.table_pass import TablePass
+from embedding_server.table_stats import mask_info_of
 
 
 class Advances:
@@ -28,7 +30,7 @@ class Advances:
         self._under_way: dict[str, TablePass] = {}  # by job
 
     def heat_slice(self, job: str, step: int, first_bucket: int) -> tuple[dict[str, HeatHistogram], int]:
-        check_first_bucket(first_bucket)
+        _check_first_bucket(first_bucket)
         tables = {n: table for n, table in self._tables_of(job).items() if table.spec.policy.kind == "topk"}
         last = histogram_end(tables.values(), first_bucket)
         return {name: heat_histogram(table, step, first_bucket, last) for name, table in tables.items()}, last
@@ -45,6 +47,12 @@ class Advances:
 
     def end_data_pass(self, job: str, step: int) -> tuple[dict[str, Moves], bool]:
         return self._continue(job, EndOfDataPass(self._tables_of(job), step))
+
+    def mask_slice(self, first_bucket: int) -> tuple[dict[str, MaskInfo], int]:
+        """Of all tables, at any time."""
+        _check_first_bucket(first_bucket)
+        last = histogram_end(self._tables.values(), first_bucket)
+        return {name: mask_info_of(table, first_bucket, last) for name, table in self._tables.items()}, last
 
     def abandon(self, job: str) -> None:
         """Ends what is under way where it stands: a new epoch has begun."""
@@ -68,6 +76,6 @@ class Advances:
         return {name: table for name, table in self._tables.items() if table.job in (None, job)}
 
 
-def check_first_bucket(first_bucket: int) -> None:
+def _check_first_bucket(first_bucket: int) -> None:
     if not 0 <= first_bucket < NUM_BUCKETS:
         raise InvalidInput(f"first_bucket={first_bucket} must be in [0, {NUM_BUCKETS}); start at 0")

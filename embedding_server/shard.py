@@ -25,24 +25,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from embedding_server.advance import Advances, check_first_bucket
+from embedding_server import pushes
+from embedding_server.advance import Advances
 from embedding_server.epochs import load_epochs, save_epochs
 from embedding_server.errors import FencedEpoch, InvalidInput, NotReady, TableConflict
 from embedding_server.heap import release_free_heap
 from embedding_server.hot_limit import give_back_others, rows_under_cap
 from embedding_server.hot_path import HotPath
 from embedding_server.kernels import choose_backend
-from embedding_server.pushes import (
-    Push,
-    ShardGradients,
-    check_parts,
-    check_wire_dtype,
-    complete,
-    default_update,
-    fail,
-    update_of,
-)
-from embedding_server.ranking import histogram_end
+from embedding_server.pushes import Push, ShardGradients, check_parts, check_wire_dtype, default_update, update_of
 from embedding_server.request_checks import RequestChecks
 from embedding_server.scores import check_score
 from embedding_server.slots import MemoryBudget
@@ -65,7 +56,6 @@ from embedding_server.store import (
     WireDtype,
 )
 from embedding_server.table import Table
-from embedding_server.table_stats import mask_info_of
 from embedding_server.table_threads import TableThreads
 
 __all__ = ["Shard", "ShardGradients"]
@@ -185,7 +175,7 @@ class Shard:
             state.defaults.clear()
         self._advances.abandon(job)
         for future in fenced:
-            fail(future, FencedEpoch(f"job {job!r}: epoch {epoch} has begun; stop this worker", epoch))
+            pushes.fail(future, FencedEpoch(f"job {job!r}: epoch {epoch} has begun; stop this worker", epoch))
         return state.steps.info()
 
     # Pull -------------------------------------------------------------------------------------------------------------
@@ -267,7 +257,7 @@ class Shard:
                     try:
                         run()
                     except Exception as error:  # it belongs to this Pull, not to the call that let it run
-                        fail(future, error)
+                        pushes.fail(future, error)
                     progressed = True
 
     # Push -------------------------------------------------------------------------------------------------------------
@@ -355,13 +345,13 @@ class Shard:
             applied, ignored = self._apply_tables(job, names, chunks, step)
         except InvalidInput as error:  # a sum over the workers overflowed: nothing was applied
             for future in waiting:
-                fail(future, error)
+                pushes.fail(future, error)
             return
         self._apply_defaults(job, [default for default in defaults if default], step)
         for worker in range(job.steps.num_workers):
             job.steps.note_push(worker, step)
         for future in waiting:
-            complete(future, PushAck(step, applied, ignored, duplicate=False))
+            pushes.complete(future, PushAck(step, applied, ignored, duplicate=False))
 
     def _apply_one(self, job: _Job, worker: int) -> None:
         """pipelined: applies one worker's push; default rows wait for all workers, so that all shards agree on them."""
@@ -391,7 +381,7 @@ class Shard:
                     continue
                 self._apply_defaults(job, [update] if update else [], step)
         for future in push.waiting:
-            complete(future, PushAck(push.step, applied, ignored, duplicate=False))
+            pushes.complete(future, PushAck(push.step, applied, ignored, duplicate=False))
 
     def _apply_tables(
         self, job: _Job, names: list[str], chunks: list[list[tuple[ShardGradients, WireDtype]]], step: int
@@ -470,9 +460,7 @@ class Shard:
 
         Returns the next first_bucket, NUM_BUCKETS when all are counted.
         """
-        check_first_bucket(first_bucket)
-        last = histogram_end(self._tables.values(), first_bucket)
-        return {name: mask_info_of(table, first_bucket, last) for name, table in self._tables.items()}, last
+        return self._advances.mask_slice(first_bucket)
 
     def maintain(self) -> bool:
         """One slice of background work of some table: compaction, segment files, merges. True if more is waiting."""

@@ -16,6 +16,7 @@ from embedding_server.shard import Shard, ShardGradients
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
 from embedding_server.store import DEFAULT, FOUND, NUM_BUCKETS, TRAINABLE, Frostline, Identity, Moves, RoutedIds
 
+STATE = TRAINABLE | DEFAULT | FOUND  # flags without the heat band
 WHO = Identity("job", 1, 0)
 NONE = np.empty(0, np.int64)
 
@@ -37,7 +38,7 @@ def _step(shard: Shard, step: int, ids: np.ndarray, table: str = "t") -> np.ndar
     at = np.flatnonzero(rows.flags & TRAINABLE)
     ones = np.ones((at.shape[0], 4), np.float32)
     shard.push(WHO, step, {table: ShardGradients(ids[at], ones, 1.0)}, "float32").result(0)
-    return rows.flags
+    return rows.flags & STATE
 
 
 def _all(work, *arguments: object) -> dict[str, Moves]:
@@ -63,7 +64,7 @@ def test_idle_rows_of_few_visits_are_forgotten_and_the_others_freeze() -> None:
     shard = _shard(_spec(forget_below=3))
     step = _visit(shard, {1: 1, 2: 2, 3: 3, 4: 4})
     assert _all(shard.reselect, WHO, step, {}) == {"t": Moves(frozen=2, forgotten=2)}
-    flags = shard.lookup({"t": np.arange(1, 5)}, "float32")["t"].flags
+    flags = shard.lookup({"t": np.arange(1, 5)}, "float32")["t"].flags & STATE
     assert flags.tolist() == [0, 0, FOUND, FOUND]
     stats = shard.stats().tables["t"]
     assert (stats.rows_hot, stats.rows_frozen, stats.moves_frozen_idle, stats.moves_forgotten) == (0, 2, 2, 2)
@@ -123,7 +124,7 @@ def test_the_end_of_a_data_pass_forgets_rare_rows_hot_or_frozen(kind: str) -> No
         _all(shard.reselect, WHO, 6, {"t": Frostline(4095)} if kind == "topk" else {})
         assert shard.stats().tables["t"].rows_frozen > 0
     assert _all(shard.end_data_pass, WHO, 6) == {"t": Moves(forgotten=2)}
-    flags = shard.lookup({"t": np.arange(1, 5)}, "float32")["t"].flags
+    flags = shard.lookup({"t": np.arange(1, 5)}, "float32")["t"].flags & STATE
     assert (flags & FOUND).tolist() == [0, FOUND, 0, FOUND]
     assert shard.stats().tables["t"].moves_forgotten == 2
     shard.close()
@@ -160,7 +161,7 @@ def test_the_control_group_is_never_forgotten_nor_frozen_for_idleness() -> None:
     _step(shard, 3, NONE)
     _all(shard.reselect, WHO, 3, {})
     _all(shard.end_data_pass, WHO, 3)
-    flags = shard.lookup({"t": ids}, "float32")["t"].flags
+    flags = shard.lookup({"t": ids}, "float32")["t"].flags & STATE
     assert (flags[control] == TRAINABLE | FOUND).all()
     assert not (flags[~control] & TRAINABLE).any()
     assert ((flags[~control] & FOUND) > 0).tolist() == (ids[~control] % 2 == 0).tolist()
@@ -181,7 +182,7 @@ def test_rows_that_a_limit_froze_early_are_forgotten_once_their_heat_shows_that_
         step += 1
         _step(shard, step, NONE)
     assert step - 1 == 6  # the first step at which its last visit was more than idle_steps ago
-    flags = shard.lookup({"t": np.array([1, 2])}, "float32")["t"].flags
+    flags = shard.lookup({"t": np.array([1, 2])}, "float32")["t"].flags & STATE
     assert flags.tolist() == [0, FOUND]
     assert (table.moves_frozen_limit, table.moves_forgotten) == (2, 1)
     shard.close()
@@ -220,7 +221,7 @@ def test_a_pass_goes_in_slices_and_a_new_epoch_ends_it_with_every_table_whole(mo
     shard.begin_epoch("job", 1, "sync", 2)
     left = shard.stats().tables["t"].rows_hot
     assert left == 5_000 - moves["t"].forgotten
-    flags = shard.lookup({"t": ids}, "float32")["t"].flags
+    flags = shard.lookup({"t": ids}, "float32")["t"].flags & STATE
     assert np.count_nonzero(flags == TRAINABLE | FOUND) == left
     who = Identity("job", 2, 0)
     slices, forgotten, done = 0, 0, False

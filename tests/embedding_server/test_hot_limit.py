@@ -17,6 +17,7 @@ from embedding_server.slots import Slots
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
 from embedding_server.store import DEFAULT, FOUND, NUM_BUCKETS, TRAINABLE, Identity
 
+STATE = TRAINABLE | DEFAULT | FOUND  # flags without the heat band
 WHO = Identity("job", 1, 0)
 NONE = np.empty(0, np.int64)
 ALL = np.ones(NUM_BUCKETS, np.bool_)
@@ -43,11 +44,11 @@ def _step(shard: Shard, step: int, ids: np.ndarray) -> np.ndarray:
     at = np.flatnonzero(rows.flags & TRAINABLE)
     ones = np.ones((at.shape[0], rows.values.shape[1]), np.float32)
     shard.push(WHO, step, {"t": ShardGradients(ids[at], ones, 0.1)}, "float32").result(0)
-    return rows.flags
+    return rows.flags & STATE
 
 
 def _hot(shard: Shard, ids: np.ndarray) -> set[int]:
-    flags = shard.lookup({"t": ids}, "float32")["t"].flags
+    flags = shard.lookup({"t": ids}, "float32")["t"].flags & STATE
     return set(ids[(flags & TRAINABLE) > 0].tolist())
 
 
