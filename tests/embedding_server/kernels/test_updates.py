@@ -12,7 +12,7 @@ from embedding_server.kernels.row_sums import UNIT
 from embedding_server.kernels.updates import make_sums
 from embedding_server.kernels.wire import from_float32
 from embedding_server.slots import MemoryBudget
-from embedding_server.spec import OptimizerKind, OptimizerSpec, TableSpec
+from embedding_server.spec import OptimizerKind, OptimizerSpec, PolicySpec, TableSpec
 from embedding_server.store import NUM_BUCKETS, RowSums
 from embedding_server.table import Table
 from embedding_server.table_threads import TableThreads
@@ -22,12 +22,13 @@ DIMS = (4, 36, 64, 144)
 ROWS, STEPS, RATE = 90, 4, 0.1
 
 
-def table_of(tmp_path, index: int, kind: OptimizerKind, clip_norm: float = 0.0) -> Table:
+def table_of(tmp_path, index: int, kind: OptimizerKind, clip_norm: float = 0.0, hot_bits: int = 32) -> Table:
     optimizer = OptimizerSpec(
         kind=kind, eps=1e-6, beta1=0.8, beta2=0.95, initial_accumulator=0.1, ftrl_l1=0.3, clip_norm=clip_norm
     )
+    policy = PolicySpec(hot_bits=hot_bits)  # type: ignore[arg-type]
     return Table(
-        TableSpec(name=f"t{index}", dim=DIMS[index], optimizer=optimizer), backend=choose_backend("cpu"),
+        TableSpec(name=f"t{index}", dim=DIMS[index], optimizer=optimizer, policy=policy), backend=choose_backend("cpu"),
         data_dir=tmp_path, budget=MemoryBudget(1 << 26), buckets=np.ones(NUM_BUCKETS, np.bool_),
         on_event=lambda text: None,
     )  # fmt: skip
@@ -59,14 +60,16 @@ def test_updates_of_many_tables_equal_the_reference(tmp_path, kind: OptimizerKin
     rng = np.random.default_rng(0)
     team = TableThreads(threads)
     path = HotPath(team)
-    tables = [table_of(tmp_path, k, kind, clip_norm=4.0 * (k % 2)) for k in range(len(DIMS))]
+    tables = [
+        table_of(tmp_path, k, kind, clip_norm=4.0 * (k % 2), hot_bits=16 if k > 1 else 32) for k in range(len(DIMS))
+    ]
     theirs = []
     row_ids = np.arange(ROWS, dtype=np.int64) * 7 - 50
     for table in tables:
         path.add(table)
     path.pull({table.spec.name: row_ids for table in tables}, 1, "float32")
     for table in tables:
-        rows = ReferenceHotRows(table.spec.dim, table.spec.optimizer, 1000)
+        rows = ReferenceHotRows(table.spec.dim, table.spec.optimizer, 1000, table.hot.hot_bits)
         every = np.arange(ROWS, dtype=np.int32)
         rows.write(every, *table.hot.read(every))
         theirs.append(rows)
@@ -89,8 +92,14 @@ def test_updates_of_many_tables_equal_the_reference(tmp_path, kind: OptimizerKin
         assert path.apply(updates, scale=0.5, step=step) == (200, 4)
     for table, rows in zip(tables, theirs, strict=True):
         every = np.arange(ROWS, dtype=np.int32)
-        for one, other in zip(table.hot.read(every), rows.read(every), strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+        (weights, state), (their_weights, their_state) = table.hot.read(every), rows.read(every)
+        if table.hot.hot_bits == 16:  # where float32 arithmetic differs by an ulp, one may be rounded up and one down
+            np.testing.assert_allclose(weights, their_weights, rtol=4e-3, atol=1e-3)
+            assert (weights == their_weights).mean() > 0.95
+            state, their_state = state[:, : table.spec.dim], their_state[:, : table.spec.dim]  # ftrl: z hangs on w
+        else:
+            np.testing.assert_allclose(weights, their_weights, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(state, their_state, rtol=1e-4, atol=1e-5)
         table.close()
     team.close()
 
