@@ -108,6 +108,22 @@ def test_heat_weights_and_visits_are_those_of_the_row_hot_frozen_or_never_traine
         assert not rows.gradient_norm[new].any()
 
 
+@pytest.mark.parametrize("hot_bits", [16, 32])
+def test_weights_are_those_that_a_look_up_reads_with_decay_that_is_still_owed(hot_bits: int) -> None:
+    spec = _spec("abs_weight", hot_fraction=0.5, hot_bits=hot_bits)
+    spec = spec.model_copy(update={"optimizer": spec.optimizer.model_copy(update={"weight_decay": 0.5})})
+    with RankedShards(spec) as shards:
+        _train(shards, 30, scale=1.0)
+        rows = _scored(shards)
+        np.testing.assert_allclose(rows.weights, shards.values(rows.row_ids), rtol=2e-3, atol=1e-7)
+        assert not np.allclose(rows.weights, shards.tables[0].hot.read(rows._slots)[0], rtol=2e-3)
+        shards.reselect()
+        after = _scored(shards)
+        np.testing.assert_allclose(after.weights, shards.values(rows.row_ids), rtol=2e-3, atol=1e-7)
+        size = np.abs(rows.weights).mean(axis=1)
+        assert size[after.is_hot].min() > 0.98 * size[~after.is_hot].max()
+
+
 def test_scores_are_the_products_of_their_names() -> None:
     with RankedShards(_spec(hot_fraction=0.5)) as shards:
         _train(shards, 30)
