@@ -408,6 +408,25 @@ def test_empty_calls_are_fine(connect: Callable[..., RemoteStore]) -> None:
     assert store.lookup({"user": none})["user"].values.shape == (0, 8)
 
 
+def test_rows_of_every_shard_decay_whatever_rows_a_push_names(connect: Callable[..., RemoteStore]) -> None:
+    spec = TableSpec(
+        name="t", dim=4, optimizer=OptimizerSpec(kind="sgd", weight_decay=0.5), policy=PolicySpec(kind="off")
+    )
+    store = connect(2)
+    store.create_tables([spec])
+    who = Identity("job", store.begin_epoch("job", 1, "sync").epoch, 0)
+    ids = route(store, np.arange(40))
+    start = store.pull(who, 1, {"t": ids})["t"].values.copy()
+    first_of_shard_0 = RoutedIds(ids.row_ids[:1], np.array([0, 1, 1]))
+    one = TableGradients(first_of_shard_0, np.zeros((1, 4), np.float32), 0.1)
+    none = TableGradients(route(store, np.empty(0, np.int64)), np.empty((0, 4), np.float32), 0.1)
+    for step, gradients in ((1, one), (2, none), (3, none)):
+        store.pull(who, step, {"t": first_of_shard_0})
+        store.push(who, step, {"t": gradients})
+    values = store.lookup({"t": ids})["t"].values
+    np.testing.assert_allclose(values, start * 0.95**3, rtol=1e-5)
+
+
 def test_a_pull_above_the_message_limit_goes_in_parts(connect: Callable[..., RemoteStore]) -> None:
     """The real limit: 6,000 rows of 4,096 float32 are 98 MB."""
     wide = TableSpec(name="wide", dim=4096, policy=PolicySpec(kind="off"), init_min=0.0, init_max=0.0)

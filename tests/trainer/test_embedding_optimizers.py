@@ -129,10 +129,39 @@ def halves(features: KeyedJaggedTensor) -> list[KeyedJaggedTensor]:
     return [KeyedJaggedTensor(keys=["f"], values=values, lengths=part) for values, part in parts]
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
-def test_one_worker_with_two_b_equals_two_workers_with_b(kind) -> None:
+def test_rows_decay_at_every_step_also_of_tables_without_look_ups() -> None:
+    store = InprocStore(memory_limit_bytes=1 << 28)
+    idle = EmbeddingBagConfig(name="idle", embedding_dim=DIM, num_embeddings=NUM_ROWS, feature_names=["g"])
+    optimizer = OptimizerSpec(kind="sgd", weight_decay=0.2)
+    ours = FrostlineEmbeddingBagCollection([config(), idle], store, optimizer=optimizer, policy=OFF)
+    every = torch.arange(NUM_ROWS).repeat(2)
+    ours(KeyedJaggedTensor(keys=["f", "g"], values=every, lengths=torch.tensor([NUM_ROWS, NUM_ROWS])))
+    ours.step(0.0)
+    weights, ids = all_rows(store), RoutedIds(np.arange(NUM_ROWS), np.array([0, NUM_ROWS]))
+    idle_start = store.lookup({"idle": ids})["idle"].values.copy()
+    for seed in range(STEPS):
+        features, rate = batch(12, seed), 0.01 * (1 + seed % 3)
+        lengths = torch.cat([features.lengths(), torch.zeros(12, dtype=features.lengths().dtype)])
+        out = ours(KeyedJaggedTensor(keys=["f", "g"], values=features.values(), lengths=lengths)).values()
+        if seed % 5:  # a step without a backward decays too
+            loss_of(out[:, :DIM], target(12, seed), 12).backward()
+        ours.step(rate)
+        model = torch.nn.Parameter(weights)
+        bags = torch.nn.functional.embedding_bag(features.values(), model, features.offsets(), mode="sum",
+                                                 include_last_offset=True)  # fmt: skip
+        loss_of(bags, target(12, seed), 12).backward()
+        weights = weights * (1 - rate * 0.2) - (rate * model.grad if seed % 5 else 0)
+        idle_start *= 1 - rate * 0.2
+    torch.testing.assert_close(all_rows(store), weights, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(store.lookup({"idle": ids})["idle"].values, idle_start, rtol=1e-4)
+    store.close()
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl"])
+def test_one_worker_with_two_b_equals_two_workers_with_b(kind, weight_decay: float) -> None:
     """DDP and the shards average over workers, so each worker's loss is the mean over its own half."""
-    optimizer = OptimizerSpec(kind=kind)
+    optimizer = OptimizerSpec(kind=kind, weight_decay=weight_decay, clip_norm=0.5)
     store, ours = make(optimizer)
     for seed in range(STEPS):
         loss_of(ours(batch(16, seed)).values(), target(16, seed), 16).backward()
