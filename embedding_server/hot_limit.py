@@ -1,8 +1,10 @@
 """Room for hot rows under two limits: the shard's memory_limit_bytes, and the table's own hot_bytes.
 
-At a limit the coldest hot rows of the table freeze, at least 1/16 of them so that the scan is paid once. At
-memory_limit_bytes its job's other tables are asked next. When nothing can freeze, fewer slots are handed out than were
-asked for: new IDs then read the default row, visited frozen rows stay frozen, and an event says so.
+At a limit the coldest hot rows of the table freeze, at least 1/16 of them so that the scan is paid once. In a large
+table they are rows of about the coldest quarter, whose end is estimated from a part of the buckets, taken from the next
+quarter of the buckets: nobody can look at 200 million index entries each time. At memory_limit_bytes the job's other
+tables are asked next. When nothing can freeze, fewer slots are handed out than were asked for: new IDs then read the
+default row, visited frozen rows stay frozen, and an event says so.
 
 Rows visited at this step or the one before stay, since their gradients may still be on the way. Rows of the control
 group freeze only when no other row of their table can.
@@ -33,6 +35,7 @@ _LEAST_COLDEST = 1 / 16
 _ARRAYS = 4  # of a hot row: weights, state, last_step, visits; each rounds up to a page
 _ENTRIES_AT_ONCE = 1 << 18
 _SAMPLED_ENTRIES = 1 << 21  # index entries from which the heat of the coldest is estimated from a part of the buckets
+_REACH, _FARTHEST = 4, 0.5  # there: rows freeze up to this many times their share of the heats, at most half of them
 _NUM_CODES = 1 << 16
 _MAX_ROUNDS = 8
 
@@ -158,10 +161,11 @@ def _freeze_round(table: Table, rows: int, step: int, generosity: int, *, contro
     wanted = min(total, generosity * (rows if control else max(rows, int(total * _LEAST_COLDEST))))
     if not wanted:
         return False
-    coldest = np.cumsum(counts)
-    code = min(int(np.searchsorted(coldest, wanted * share_counted)), _NUM_CODES - 1)
-    ties = wanted * share_counted - float(coldest[code] - counts[code])  # rows of just this heat that are to freeze
-    tie_fraction, is_exact = ties / max(1, int(counts[code])), share_counted == 1.0
+    is_exact, coldest = share_counted == 1.0, np.cumsum(counts)
+    reach = wanted if is_exact else max(wanted, min(_REACH * wanted, _FARTHEST * total)) * share_counted
+    code = min(int(np.searchsorted(coldest, reach)), _NUM_CODES - 1)
+    ties = reach - float(coldest[code] - counts[code])  # rows of just this heat that are to freeze
+    tie_fraction = ties / max(1, int(counts[code]))
     frozen = 0
     for first, last in _walk(table, 0 if is_exact else table.limit_bucket):
         entries = _candidates(table, first, last, step, control=control)
