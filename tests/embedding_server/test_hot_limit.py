@@ -202,7 +202,7 @@ def test_in_a_large_table_rows_of_the_coldest_quarter_freeze(monkeypatch: pytest
         assert 500 * (number + 1) <= frozen.shape[0] <= 600 * (number + 1)
         assert np.mean(frozen % 8 <= 1) > 0.9 - 0.03 * number
     buckets = buckets_of(frozen, NUM_BUCKETS)
-    assert np.bincount(buckets // 128).min() > 0.7 * frozen.shape[0] / 8  # the rounds went on where the last had ended
+    assert np.bincount(buckets // 256).min() > 0.7 * frozen.shape[0] / 4  # the rounds went on where the last had ended
     shard.close()
 
 
