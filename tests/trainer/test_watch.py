@@ -148,7 +148,7 @@ def test_rare_rows_are_forgotten_at_the_end_of_a_pass_but_for_the_control_group(
     moves = left.mask_info["total"]["moves"]
     assert moves["forgotten"] > 100
     assert after["hot"] + after["frozen"] == before["hot"] + before["frozen"] - moves["forgotten"]
-    assert left.bytes_peak >= kept.bytes_total > left.bytes_total > 0
+    assert left.bytes_peak >= left.bytes_total > 0
 
 
 def test_a_pass_that_is_cut_short_has_no_end(tmp_path):
