@@ -67,7 +67,9 @@ class PolicySpec(_Spec):
     hot_bytes: int | None = Field(
         None, ge=1, description="hard cap of the table's hot rows, weights and state, over all shards; None: no cap"
     )
-    frozen_bits: Literal[4, 8, 16, 32] = Field(8, description="bits per value of a frozen row")
+    frozen_bits: Literal[4, 8, 16, 32] = Field(
+        4, description="bits per value of a frozen row; 8 where 4 would damage it"
+    )
     hot_bits: Literal[16, 32] = Field(32, description="bits per weight of a hot row; 16: float16, stochastic rounding")
     min_count: int = Field(1, ge=1, le=255, description="visits after which an ID gets a row of its own")
     forget_below: int = Field(
