@@ -134,6 +134,9 @@ class InprocStore(EmbeddingStore):
         total: dict[str, Moves] = {}
         done = False
         with self._lock:
+            # before new segments wait to be written: while some do, no merge starts, and with frequent re-selections
+            # dead rows would pile up (34% more bytes at the peak, with one every 4 steps)
+            self._maintain()
             while not done:
                 moves, done = next_slice()
                 for name, m in moves.items():
