@@ -1,7 +1,8 @@
 """Hot rows in GPU memory: one FBGEMM SplitTableBatchedEmbeddingBagsCodegen ("TBE") as an array of rows by slot.
 
 A slot is an index of the TBE's one table; a gradient row is a bag of one look-up, so that FBGEMM's fused backward is
-the optimizer step. Sum pooling over bags of one gives what PoolingMode.NONE gives and avoids its slow CPU path
+the optimizer step. With hot_bits 16 the TBE's weights are float16 and FBGEMM's own random rounding is on (GPU only).
+Sum pooling over bags of one gives what PoolingMode.NONE gives and avoids its slow CPU path
 (0.8 M rows/s). Without a GPU the TBE runs on FBGEMM's CPU path, which has no adam: that is for the tests.
 
 A TBE cannot grow in place. It is built anew with a quarter more rows and the old rows are copied, so while it grows the
@@ -112,6 +113,8 @@ class FbgemmHotRows(HotRows):
         pooled = self._table(indices, torch.arange(len(indices) + 1, device=self.device))
         sent = reference.wire_tensor(gradients[positions], wire_dtype).to(self.device)
         pooled.backward(reference.clipped(sent.float() * float(scale), self.optimizer.clip_norm))
+        if self.hot_bits == 16:  # FBGEMM does not say what it rounds beyond 65504 to
+            self._weights[indices] = self._weights.index_select(0, indices).clamp(-MAX_HALF, MAX_HALF)
 
     def scale(self, slots: np.ndarray, factors: np.ndarray, step: int) -> None:
         self._require(slots)

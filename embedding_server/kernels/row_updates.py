@@ -147,7 +147,7 @@ def update_plain_row(kind, row, state, gradient, scale, rate, constants):
         _adam_row(row, state, gradient, scale, rate, constants[EPS], constants[BETA1], constants[BETA2])
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def _update_values(kind, row, state, gradient, scale, rate, constants, pending):
     """The step on float32 values that stand for `pending` times themselves (weight_decay.py)."""
     if constants[CLIP_NORM] > _ZERO:
@@ -160,7 +160,7 @@ def _update_values(kind, row, state, gradient, scale, rate, constants, pending):
         scale_row(row, _ONE / pending)
 
 
-@njit
+@njit(forceinline=True)
 def _update_half_row(kind, row, values, state, gradient, scale, rate, constants, pending, key):
     expand_row(row, values)
     _update_values(kind, values, state, gradient, scale, rate, constants, pending)
@@ -176,7 +176,7 @@ def update_row(kind, row, values, state, gradient, scale, rate, constants, pendi
     raise NotImplementedError("call from numba kernels only")
 
 
-@overload(update_row)
+@overload(update_row, jit_options={"forceinline": True})
 def _update_row(kind, row, values, state, gradient, scale, rate, constants, pending, slot, step):
     if row.dtype == types.float32:
 

@@ -29,6 +29,7 @@ NO_VISITS, STEPS_ONLY, ALL_VISITS = range(3)
 _AHEAD = 12
 _ROW_AHEAD = 8
 _LINE = 64
+_MOST_ASKED = 512  # bytes of a row; what follows comes by the hardware's own prefetch
 _BLOCK = 64  # rows
 _HOT_FLAGS = np.uint8(TRAINABLE | FOUND)
 _BAND_SHIFT = np.uint8(BAND_SHIFT)
@@ -72,16 +73,22 @@ def pending_factor(log_sums, last_steps, slot, total):
 
 
 @njit
-def _settle(table, slot, step, values):
-    """Applies weight decay up to the first Pull of `step` to the row of a slot."""
-    total = carray(pointer(table[LOG_SUMS] + 8 * step), 1, np.float64)[0]
-    factor = pending_factor(table[LOG_SUMS], table[LAST_STEP], slot, total)
-    dim = table[DIM]
-    if table[WEIGHT_BYTES] == 2:
-        half_row = carray(pointer(table[WEIGHTS] + 2 * dim * slot), dim, np.int16)
-        settle_row(half_row, values[:dim], factor, slot, step)
+def _settle(weights, weight_bytes, dim, factor, slot, step, buffer):
+    """Applies weight decay to the row of a slot; addresses, buffer float32[D] (updates._place_of says why)."""
+    values = carray(pointer(buffer), dim, np.float32)
+    if weight_bytes == 2:
+        settle_row(carray(pointer(weights + 2 * dim * slot), dim, np.int16), values, factor, slot, step)
     else:
-        settle_row(carray(pointer(table[WEIGHTS] + 4 * dim * slot), dim, np.float32), values, factor, slot, step)
+        settle_row(carray(pointer(weights + 4 * dim * slot), dim, np.float32), values, factor, slot, step)
+
+
+@njit
+def _ask_for_rows(table, slots, begin, end):
+    row_bytes = table[WEIGHT_BYTES] * table[DIM]
+    for i in range(begin, end):
+        row = table[WEIGHTS] + row_bytes * np.int64(max(0, slots[i]))
+        for offset in range(0, min(row_bytes, _MOST_ASKED), _LINE):
+            prefetch(row + offset)
 
 
 @njit(inline="always")
@@ -113,13 +120,17 @@ def _visit_block(table, slots, entries, row_ids, begin, step, now_code, log_tabl
 @njit
 def _visit_decaying_block(table, slots, entries, row_ids, begin, step, now_code, log_table, out_bands, values):
     """As _visit_block for tables with weight decay, which is settled; policy off counts no visits."""
+    weights, weight_bytes, dim = table[WEIGHTS], table[WEIGHT_BYTES], table[DIM]
+    log_sums, last_steps, buffer = table[LOG_SUMS], table[LAST_STEP], values.ctypes.data
+    total = carray(pointer(log_sums + 8 * step), 1, np.float64)[0]
     for i in range(entries.size):
         slot = np.int64(slots[begin + i])
         if slot < 0:
             continue
         last_step = carray(pointer(table[LAST_STEP] + 4 * slot), 1, np.int32)
         if last_step[0] < step:
-            _settle(table, slot, step, values)
+            factor = pending_factor(log_sums, last_steps, slot, total)
+            _settle(weights, weight_bytes, dim, factor, slot, step, buffer)
             last_step[0] = step
             if table[COUNTS_VISITS] == ALL_VISITS:
                 code = _count_visit(table, slot, entries[i], row_ids[begin + i], step, now_code, log_table)
@@ -166,6 +177,8 @@ def find_and_visit(
                 for i in range(begin, end):
                     prefetch(table[LAST_STEP] + 4 * np.int64(max(0, slots[i])))
                     prefetch(table[VISITS] + np.int64(max(0, slots[i])))
+                if table[LOG_SUMS] != 0:
+                    _ask_for_rows(table, slots, begin, end)
                 block = table, slots, entries[: end - begin], row_ids, begin, step, now_codes[k], log_table, bands
                 if table[LOG_SUMS] != 0:
                     _visit_decaying_block(*block, values)

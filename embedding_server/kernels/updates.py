@@ -15,7 +15,7 @@ from numba import carray, float32, float64, int32, int64, njit, uint16, void
 from embedding_server.kernels.cpu import as_float32
 from embedding_server.kernels.kernel import array, kernel, pointer, prefetch, view
 from embedding_server.kernels.row_sums import UNIT, sum_rows
-from embedding_server.kernels.row_updates import is_plain, update_plain_row, update_row
+from embedding_server.kernels.row_updates import NUM_CONSTANTS, is_plain, update_plain_row, update_row
 from embedding_server.kernels.tables import (
     DIM,
     KIND,
@@ -48,11 +48,24 @@ def _rows_at(weights, dim, state, columns, slot):
     return row, carray(pointer(state + 4 * columns * np.int64(slot)), columns, np.float32)
 
 
+@njit(inline="always")
+def _place_of(table, constants, buffer):
+    """What a row's update needs of its table, once for all rows: stores into rows keep LLVM from hoisting loads.
+
+    The arrays go as addresses: to pass an array on counts a reference, an atomic add. buffer float32[D].
+    """
+    weights = table[WEIGHTS], table[WEIGHT_BYTES], table[DIM]
+    state = table[STATE], table[STATE_COLUMNS], table[LAST_STEP], table[LOG_SUMS]
+    return weights, state, table[KIND], constants.ctypes.data, buffer.ctypes.data
+
+
 @njit
-def _update_slot(place, dim, kind, values, gradient, scale, rate, constants, total, slot, step):
-    """One step on the row of a slot; `place`: see _place_of."""
-    weights, weight_bytes, state, columns, last_steps, log_sums = place
+def _update_slot(place, gradient_address, scale, rate, total, slot, step):
+    """One step on the row of a slot of a table whose rows are not plain (row_updates.is_plain)."""
+    (weights, weight_bytes, dim), (state, columns, last_steps, log_sums), kind, constant_address, buffer = place
     at_slot, pending = np.int64(slot), _ONE
+    gradient, values = carray(pointer(gradient_address), dim, np.float32), carray(pointer(buffer), dim, np.float32)
+    constants = carray(pointer(constant_address), NUM_CONSTANTS, np.float32)
     its_state = carray(pointer(state + 4 * columns * at_slot), columns, np.float32)
     if log_sums != 0:
         pending = pending_factor(log_sums, last_steps, slot, total)
@@ -64,17 +77,11 @@ def _update_slot(place, dim, kind, values, gradient, scale, rate, constants, tot
         update_row(kind, row, values, its_state, gradient, scale, rate, constants, pending, slot, step)
 
 
-@njit(inline="always")
-def _place_of(table):
-    """What _update_slot needs of a row of the directory, once a table: rows' stores keep LLVM from hoisting loads."""
-    return table[WEIGHTS], table[WEIGHT_BYTES], table[STATE], table[STATE_COLUMNS], table[LAST_STEP], table[LOG_SUMS]
-
-
 @njit(forceinline=True)
-def _ask_for(place, dim, slots, i):
+def _ask_for(place, slots, i):
     """Asks for the row that the loop over `slots` updates _AHEAD iterations after i."""
     if i + _AHEAD < slots.size and slots[i + _AHEAD] >= 0:
-        weights, weight_bytes, state, columns, last_steps, log_sums = place
+        (weights, weight_bytes, dim), (state, columns, last_steps, log_sums) = place[0], place[1]
         slot, row_bytes = np.int64(slots[i + _AHEAD]), weight_bytes * dim
         prefetch(state + 4 * columns * slot)
         for offset in range(0, min(row_bytes, _PREFETCH_BYTES), _LINE):
@@ -114,13 +121,13 @@ def apply_values(
     for k in range(tables.size):
         table = directory[tables[k]]
         n, values, rate, of_table, total = counts[k], value_addresses[k], rates[k], constants[tables[k]], totals[k]
-        dim, kind, place = table[DIM], table[KIND], _place_of(table)
-        weights, state, columns = table[WEIGHTS], table[STATE], table[STATE_COLUMNS]
+        dim, kind, weights, place = table[DIM], table[KIND], table[WEIGHTS], _place_of(table, of_table, half_buffer)
+        state, columns = table[STATE], table[STATE_COLUMNS]
         plain = is_plain(kind, table[WEIGHT_BYTES], table[LOG_SUMS], of_table)
         slots = carray(pointer(slot_addresses[k]), n, np.int32)
-        its_buffer, its_values = buffer[:dim], half_buffer[:dim]
+        its_buffer = buffer[:dim]
         for i in range(n * part // parts, n * (part + 1) // parts):
-            _ask_for(place, dim, slots, i)
+            _ask_for(place, slots, i)
             if slots[i] >= 0:
                 wire_gradient = carray(pointer(values + i * dim * like.itemsize), dim, like.dtype)
                 gradient = as_float32(wire_gradient, mode, its_buffer)
@@ -128,7 +135,7 @@ def apply_values(
                     row, its_state = _rows_at(weights, dim, state, columns, slots[i])
                     update_plain_row(kind, row, its_state, gradient, scale, rate, of_table)
                 else:
-                    _update_slot(place, dim, kind, its_values, gradient, scale, rate, of_table, total, slots[i], step)
+                    _update_slot(place, gradient.ctypes.data, scale, rate, total, slots[i], step)
 
 
 @njit
@@ -163,8 +170,13 @@ def apply_sums(directory, constants, tables, rates, totals, scale, step, counts,
     for k in range(tables.size):
         table, of_table = directory[tables[k]], sums[k]
         n, rate, its_constants, total = counts[k], rates[k], constants[tables[k]], totals[k]
-        dim, kind, place = table[DIM], table[KIND], _place_of(table)
-        weights, state, columns = table[WEIGHTS], table[STATE], table[STATE_COLUMNS]
+        dim, kind, weights, place = (
+            table[DIM],
+            table[KIND],
+            table[WEIGHTS],
+            _place_of(table, its_constants, half_buffer),
+        )
+        state, columns = table[STATE], table[STATE_COLUMNS]
         plain = is_plain(kind, table[WEIGHT_BYTES], table[LOG_SUMS], its_constants)
         slots = carray(pointer(slot_addresses[k]), n, np.int32)
         source = carray(pointer(of_table[SOURCE]), _ANY, np.float32)
@@ -173,10 +185,10 @@ def apply_sums(directory, constants, tables, rates, totals, scale, step, counts,
         starts = carray(pointer(of_table[STARTS]), _ANY, np.int64)
         rows = carray(pointer(of_table[ROWS]), n, np.int32)
         # not in the loop over rows: a view counts a reference, which is an atomic add
-        its_gradient, its_values = gradient[:dim], half_buffer[:dim]
+        its_gradient = gradient[:dim]
         first, last = _first_of_part(starts, rows, n, part, parts), _first_of_part(starts, rows, n, part + 1, parts)
         for i in range(first, last):
-            _ask_for(place, dim, slots, i)
+            _ask_for(place, slots, i)
             if slots[i] >= 0:
                 u = rows[i]
                 sum_rows(
@@ -187,9 +199,7 @@ def apply_sums(directory, constants, tables, rates, totals, scale, step, counts,
                     row, its_state = _rows_at(weights, dim, state, columns, slots[i])
                     update_plain_row(kind, row, its_state, its_gradient, scale, rate, its_constants)
                 else:
-                    _update_slot(
-                        place, dim, kind, its_values, its_gradient, scale, rate, its_constants, total, slots[i], step
-                    )
+                    _update_slot(place, its_gradient.ctypes.data, scale, rate, total, slots[i], step)
 
 
 @kernel(
