@@ -295,7 +295,7 @@ class EmbeddingStore(ABC):
     wire_dtype: WireDtype
     num_shards: int
     shard_of_bucket: np.ndarray  # int32[NUM_BUCKETS]
-    is_in_place: bool = False  # hot rows are float32 in this process: pull_in_place and TableGradients.sums work
+    is_in_place: bool = False  # hot rows lie in this process: pull_in_place and TableGradients.sums work
 
     @abstractmethod
     def create_tables(self, specs: Sequence[TableSpec]) -> None:

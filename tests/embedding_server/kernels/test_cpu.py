@@ -7,6 +7,7 @@ import pytest
 
 from embedding_server.kernels import cpu, reference
 from embedding_server.kernels.kernel import Kernel, warm_up
+from embedding_server.kernels.row_updates import NUM_CONSTANTS, SGD
 from embedding_server.kernels.wire import MODES, from_float32, wire_view
 from embedding_server.store import WIRE_NUMPY
 
@@ -94,8 +95,9 @@ def test_kernels_take_what_the_network_gives_and_never_compile_a_second_time() -
     assert not gradients.flags.aligned
     weights, slots = np.zeros((8, 4), np.float32), np.arange(8, dtype=np.int32)
     slots.flags.writeable = False
-    constants, state = np.zeros(3, np.float32), np.zeros((8, 0), np.float32)
-    cpu.apply(cpu.KINDS["sgd"], weights, state, slots, gradients, slots, 0, np.float32(0.5), np.float32(2.0), constants)
+    constants, state = np.zeros(NUM_CONSTANTS, np.float32), np.zeros((8, 0), np.float32)
+    scale, rate = np.float32(0.5), np.float32(2.0)
+    cpu.apply(SGD, weights, state, slots, gradients, slots, 0, scale, rate, constants, np.zeros(0, np.float32), 1)
     np.testing.assert_array_equal(weights, -gradients)
     assert cpu.all_finite(gradients, 0) == -1
     for kernel in Kernel.registry:
