@@ -129,7 +129,7 @@ def check_estimate(job: Job, prefix_samples: int) -> dict[str, Any]:
         share = min(sampled[name].sampled.values())
         result[name] = {"run": run, "sampled_share": share}
         for kind, estimate in (("whole", whole[name]), ("sampled", sampled[name])):
-            found = {"bytes_total": estimate.total().bytes_total, "bytes_peak": estimate.total().bytes_peak}
+            found = {"bytes_total": estimate.total().bytes_total, "bytes_peak": estimate.bytes_peak}
             errors = {f"{figure}_error": value / run[figure] - 1.0 for figure, value in found.items()}
             result[name][kind] = {**found, **errors}
         _say(f"{name}: {json.dumps(result[name])}")

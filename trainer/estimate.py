@@ -15,9 +15,13 @@ which stay hot in the run, freeze.
 from __future__ import annotations
 
 import itertools
+import os
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -30,14 +34,16 @@ from trainer.id_sample import MAX_LEVEL, IdSample, TableSample
 from trainer.job import Job, steps_of, table_specs
 from trainer.pass_ends import PassEnds
 
-#: memory that all simulated tables of one reading may take together before the sample is thinned
+#: bytes that all tables of one reading may take together before the sample is thinned; the files lie in memory too
 SAMPLE_BYTES = 1 << 30
 MAX_SHARDS = 16  # more are estimated as one: their fixed costs are small beside rows that need so many
+_MEMORY_FOLDER = "/dev/shm"
 _CHECK_STEPS = 64  # between looks at what the tables take
 _SAY_EVERY_S = 5.0
 _HAS_ROOM_SHARE = 1 / 4  # a table that takes less than this part of an even share is not thinned
 
 Say = Callable[[str], None]
+_Found = tuple[dict[str, TableStats], dict[str, tuple[int, int]]]  # stats and fixed bytes of a store's tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,7 @@ class Estimate:
     num_steps: int
     num_samples: int
     tables: dict[str, TableStats]  # at the end of the job
-    bytes_peak: int  # highest bytes_total of all tables together
+    bytes_peak: int  # highest bytes_total, each table's and shard's at its own time, as in summary.json
     memory_peak: int  # highest sum of hot rows, state, index and heat: what must fit memory_limit_bytes
     frozen_peak: int  # highest bytes of segments
     sampled: dict[str, float]  # by table: share of its buckets that was read
@@ -117,9 +123,14 @@ def _read_through(
     tables = reader.schema.tables
     specs = {spec.name: spec for spec in table_specs(first, tables)}
     sample = IdSample(specs, reader.schema, levels, num_shards_of(first))
-    runs = {name: _Rehearsal(job, table_specs(job, tables), sample) for name, job in jobs.items()}
-    batches = PassEnds(reader)
-    try:
+    with ExitStack() as stack:
+        folder = tempfile.TemporaryDirectory(prefix="frostline-estimate-", dir=_memory_folder())
+        root = Path(stack.enter_context(folder))
+        runs: dict[str, _Rehearsal] = {}
+        for name, job in jobs.items():
+            runs[name] = _Rehearsal(job, table_specs(job, tables), sample, root / str(len(runs)))
+            stack.callback(runs[name].close)
+        batches = PassEnds(reader)
         step = num_samples = 0
         said_s = time.monotonic()
         for step, batch in enumerate(itertools.islice(batches, first.trainer.max_steps), 1):
@@ -134,9 +145,11 @@ def _read_through(
                 of = f" of {reader.num_steps:,}" if reader.num_steps else ""
                 say(f"read {num_samples:,} samples, step {step:,}{of}")
         return {name: run.estimate(step, num_samples) for name, run in runs.items()}
-    finally:
-        for run in runs.values():
-            run.close()
+
+
+def _memory_folder() -> str | None:
+    """Where files need no disk: segments of a rehearsal are small and not kept. None: the usual temporary folder."""
+    return _MEMORY_FOLDER if os.access(_MEMORY_FOLDER, os.W_OK) else None
 
 
 def _check_size(runs: Iterable[_Rehearsal], sample: IdSample, sample_bytes: int) -> None:
@@ -144,7 +157,7 @@ def _check_size(runs: Iterable[_Rehearsal], sample: IdSample, sample_bytes: int)
     sizes: dict[str, int] = {}
     for run in runs:
         for name, stats in run.observe().items():
-            sizes[name] = sizes.get(name, 0) + memory_of(stats)
+            sizes[name] = sizes.get(name, 0) + stats.bytes_total
     total = sum(sizes.values())
     if total <= sample_bytes:
         return
@@ -157,7 +170,7 @@ def _check_size(runs: Iterable[_Rehearsal], sample: IdSample, sample_bytes: int)
 class _Rehearsal:
     """One job without gradients: a store for each stratum. Not thread safe."""
 
-    def __init__(self, job: Job, specs: list[TableSpec], sample: IdSample) -> None:
+    def __init__(self, job: Job, specs: list[TableSpec], sample: IdSample, folder: Path) -> None:
         self.job = job
         self._sample = sample
         self._specs = {spec.name: _ranked_by_heat(spec) for spec in specs}
@@ -165,8 +178,13 @@ class _Rehearsal:
         self._limit_bytes = job.servers.memory_limit_bytes * num_shards
         limit_bytes = self._limit_bytes // (sample.num_stores if sample.is_whole else 1)
         self._stores = [
-            InprocStore(memory_limit_bytes=limit_bytes, backend="cpu", writes_in_background=False)
-            for _ in range(sample.num_stores)
+            InprocStore(
+                memory_limit_bytes=limit_bytes,
+                data_dir=folder / str(number),
+                backend="cpu",
+                writes_in_background=False,
+            )
+            for number in range(sample.num_stores)
         ]
         self._who: list[Identity] = []
         for number, store in enumerate(self._stores):
@@ -176,7 +194,7 @@ class _Rehearsal:
         freezes = any(spec.policy.kind != "off" for spec in specs)
         every = steps_of(job.embedding.advanced.reselect_every_samples, job.trainer.batch_size)
         self._reselect_every = every if freezes else None
-        self._bytes_peak = self._memory_peak = self._frozen_peak = 0
+        self._memory_peak = self._frozen_peak = 0
 
     def train(self, step: int, ids: list[dict[str, RoutedIds]], *, is_pass_end: bool) -> None:
         """One step, and what the loop does after it. ids: by store."""
@@ -207,18 +225,17 @@ class _Rehearsal:
 
     def observe(self) -> dict[str, TableStats]:
         """Notes the peaks. What the sampled tables take, not scaled."""
-        raw = [store.stats().tables for store in self._stores]
-        total = self._scaled()
-        bytes_total = sum(stats.bytes_total for stats in total.values())
-        bytes_frozen = sum(stats.bytes_frozen for stats in total.values())
-        self._bytes_peak = max(self._bytes_peak, bytes_total)
-        self._memory_peak = max(self._memory_peak, bytes_total - bytes_frozen)
-        self._frozen_peak = max(self._frozen_peak, bytes_frozen)
-        return {name: sum((of[name] for of in raw if name in of), TableStats()) for name in self._specs}
+        found = self._found()
+        total = self._scaled(found)
+        self._memory_peak = max(self._memory_peak, sum(memory_of(stats) for stats in total.values()))
+        self._frozen_peak = max(self._frozen_peak, sum(stats.bytes_frozen for stats in total.values()))
+        return {name: sum((raw[name] for raw, _ in found if name in raw), TableStats()) for name in self._specs}
 
-    def _scaled(self) -> dict[str, TableStats]:
+    def _found(self) -> list[_Found]:
+        return [(store.stats().tables, store.fixed_bytes()) for store in self._stores]
+
+    def _scaled(self, found: Sequence[_Found]) -> dict[str, TableStats]:
         """What the whole tables take, by the sampled ones."""
-        found = [(store.stats().tables, store.fixed_bytes()) for store in self._stores]
         result = {}
         for name in self._specs:
             strata = enumerate(self._sample.tables[name].strata)
@@ -228,12 +245,12 @@ class _Rehearsal:
 
     def estimate(self, num_steps: int, num_samples: int) -> Estimate:
         self.observe()
-        tables = self._scaled()
+        tables = self._scaled(self._found())
         return Estimate(
             num_steps=num_steps,
             num_samples=num_samples,
             tables=tables,
-            bytes_peak=self._bytes_peak,
+            bytes_peak=sum(max(stats.bytes_peak, stats.bytes_total) for stats in tables.values()),
             memory_peak=self._memory_peak,
             frozen_peak=self._frozen_peak,
             sampled={name: sample.num_buckets / len(sample.owners) for name, sample in self._sample.tables.items()},
