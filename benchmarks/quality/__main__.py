@@ -23,7 +23,7 @@ from benchmarks.quality.acceptance import check, shown
 from benchmarks.quality.cases import full_cases, smoke_cases
 from benchmarks.quality.chart import draw_frontier
 from benchmarks.quality.comparison import BASELINE, Compared, compare
-from benchmarks.quality.contestants import CONTESTANTS, INITIAL_ACCUMULATOR, LEARNING_RATES
+from benchmarks.quality.contestants import CONTESTANTS, OPTIMIZERS
 from benchmarks.quality.results import Results, save_outcome
 from benchmarks.quality.samples import MOVIELENS, stream_spec
 from benchmarks.quality.training import Case, run_case
@@ -145,8 +145,10 @@ def _settings(cases: Sequence[Case]) -> dict[str, Any]:
         "config": {
             "streams": streams,
             "contestants": {name: asdict(CONTESTANTS[name]) for name in names},
-            "learning_rates": LEARNING_RATES,
-            "initial_accumulator": INITIAL_ACCUMULATOR,
+            "optimizers": {
+                name: {"learning_rate": optimizer.learning_rate, **optimizer.spec.model_dump()}
+                for name, optimizer in OPTIMIZERS.items()
+            },
             "cases": [case.key for case in cases],
         }
     }

@@ -24,13 +24,13 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from benchmarks.quality.auc import auc_of
-from benchmarks.quality.contestants import CONTESTANTS, LEARNING_RATES, Contestant, optimizer_spec
+from benchmarks.quality.contestants import CONTESTANTS, OPTIMIZERS, Contestant
 from benchmarks.quality.rivals import QuantisedStore, rival_bytes
 from benchmarks.quality.samples import MOVIELENS, Data, open_data
 from embedding_server.inproc import InprocStore
 from embedding_server.optimizers import num_state_columns
 from embedding_server.policy import frostline_at
-from embedding_server.spec import OptimizerKind, PolicySpec, TableSpec
+from embedding_server.spec import PolicySpec, TableSpec
 from embedding_server.store import Identity
 from trainer.data.batch import Batch
 from trainer.embedding import FrostlineEmbeddingBagCollection
@@ -47,11 +47,11 @@ class Case:
 
     stream: str
     contestant: str
-    optimizer: OptimizerKind = "rowwise_adagrad"
+    optimizer: str = "rowwise_adagrad"  # of OPTIMIZERS
     seed: int = 0
     data_passes: int = 1
     dim: int = 64
-    batch_size: int = 8192
+    batch_size: int = 4096
     share: float = 1.0
 
     @property
@@ -112,7 +112,7 @@ class CaseRun:
         self._folder.cleanup()
 
     def train_pass(self, data_pass: int) -> None:
-        rate = LEARNING_RATES[self.case.optimizer]
+        rate = OPTIMIZERS[self.case.optimizer].learning_rate
         self.model.train()
         for batch in self.data.train_batches(data_pass):
             self.step += 1
@@ -161,7 +161,7 @@ class CaseRun:
 
     def _bytes(self) -> int:
         bits = self.contestant.quantised_bits
-        columns = num_state_columns(self.case.optimizer, self.dim)
+        columns = num_state_columns(OPTIMIZERS[self.case.optimizer].spec.kind, self.dim)
         total = 0
         for name, stats in self.store.stats().tables.items():
             if bits is None or name not in self.data.large_tables:
@@ -191,7 +191,7 @@ class CaseRun:
             name: TableSpec(
                 name=name,
                 dim=self.dim,
-                optimizer=optimizer_spec(self.case.optimizer),
+                optimizer=OPTIMIZERS[self.case.optimizer].spec,
                 policy=policy if name in large else PolicySpec(kind="off"),
                 init_min=-_INITIAL_RANGE,
                 init_max=_INITIAL_RANGE,

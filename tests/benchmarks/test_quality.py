@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.quality import results as results_module
 from benchmarks.quality.__main__ import report, run_cases
 from benchmarks.quality.acceptance import check, frontier_at
 from benchmarks.quality.auc import Interval, auc_of, delong, over_seeds
 from benchmarks.quality.cases import full_cases, smoke_cases
 from benchmarks.quality.comparison import Compared, compare
-from benchmarks.quality.contestants import CONTESTANTS
+from benchmarks.quality.contestants import CONTESTANTS, OPTIMIZERS
 from benchmarks.quality.results import Results, digest_of
 from benchmarks.quality.rivals import QuantisedStore, rival_bytes, round_rows
 from benchmarks.quality.samples import MOVIELENS, STREAMS, MovieLens, open_data
@@ -293,7 +292,7 @@ def test_a_study_runs_every_contestant_everywhere() -> None:
     for name in ("off", "idle", "compact", "topk", "random", "cold"):
         assert len([c for c in cases if (c.stream, c.contestant, c.optimizer) == ("S1", name, "rowwise_adagrad")]) == 5
     assert {(case.optimizer, case.contestant) for case in cases if case.optimizer != "rowwise_adagrad"} == {
-        (optimizer, name) for optimizer in ("adagrad", "adam") for name in ("off", "idle")
+        (optimizer, name) for optimizer in ("adagrad", "adam", "adam-0") for name in ("off", "idle")
     }
 
 
@@ -341,7 +340,8 @@ def test_a_study_resumes_compares_and_reports(tmp_path: Path, say: list[str], mo
     image = Image.open(tmp_path / "out" / "quality-test.png")
     assert image.format == "PNG" and len(image.getcolors(1 << 20) or []) > 3
 
-    monkeypatch.setitem(results_module.contestants.LEARNING_RATES, "rowwise_adagrad", 0.5)
+    faster = replace(OPTIMIZERS["rowwise_adagrad"], learning_rate=0.5)
+    monkeypatch.setitem(OPTIMIZERS, "rowwise_adagrad", faster)
     assert Results(tmp_path / "work").of(cases[0]) is None
 
 
