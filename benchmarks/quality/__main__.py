@@ -145,10 +145,7 @@ def _settings(cases: Sequence[Case]) -> dict[str, Any]:
         "config": {
             "streams": streams,
             "contestants": {name: asdict(CONTESTANTS[name]) for name in names},
-            "optimizers": {
-                name: {"learning_rate": optimizer.learning_rate, **optimizer.spec.model_dump()}
-                for name, optimizer in OPTIMIZERS.items()
-            },
+            "optimizers": {name: optimizer.as_json() for name, optimizer in OPTIMIZERS.items()},
             "cases": [case.key for case in cases],
         }
     }

@@ -29,8 +29,7 @@ def digest_of(case: Case) -> str:
         "case": asdict(case),
         "stream": None if case.stream == MOVIELENS else asdict(stream_spec(case.stream, case.share)),
         "contestant": asdict(contestants.CONTESTANTS[case.contestant]),
-        "optimizer": contestants.OPTIMIZERS[case.optimizer].spec.model_dump(),
-        "rate": contestants.OPTIMIZERS[case.optimizer].learning_rate,
+        "optimizer": contestants.OPTIMIZERS[case.optimizer].as_json(),
     }
     return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
 

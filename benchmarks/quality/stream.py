@@ -38,7 +38,7 @@ class StreamSpec:
     num_train: int
     num_test: int
     exponent: float = 1.05
-    cardinalities: tuple[int, ...] = (1_000_000, 1_000_000, 300_000, 300_000, 100_000, 30_000, 3_000, 100)
+    cardinalities: tuple[int, ...] = (1_000_000, 1_000_000, 300_000, 300_000, 100_000, 30_000, 300, 30)
     turnover: float = 1.0  # holders of a rank per training pass, beside the first
     lasting_share: float = 0.5  # of the ranks, whose holder never changes
     effect_std: float = 0.27

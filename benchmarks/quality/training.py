@@ -24,7 +24,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from benchmarks.quality.auc import auc_of
-from benchmarks.quality.contestants import CONTESTANTS, OPTIMIZERS, Contestant
+from benchmarks.quality.contestants import CONTESTANTS, OPTIMIZERS
 from benchmarks.quality.rivals import QuantisedStore, rival_bytes
 from benchmarks.quality.samples import MOVIELENS, Data, open_data
 from embedding_server.inproc import InprocStore
@@ -92,7 +92,8 @@ class CaseRun:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.contestant: Contestant = CONTESTANTS[case.contestant]
+        self.contestant = CONTESTANTS[case.contestant]
+        self.optimizer = OPTIMIZERS[case.optimizer]
         self.data: Data = open_data(case.stream, case.seed, case.batch_size, case.share)
         self.dim = max(4, round(case.dim * self.contestant.dim_share) // 4 * 4)
         self.float_ids = self._float_ids()
@@ -103,7 +104,7 @@ class CaseRun:
         torch.manual_seed(case.seed)
         self.model = self._model()
         self.dense_optimizer = torch.optim.Adam(self.model.layers.parameters(), lr=_DENSE_LEARNING_RATE)
-        self.reselect_every = self.contestant.reselect_every(self.data.steps_per_pass)
+        self.reselect_every = self.contestant.reselect_every(self.data.steps_per_pass, self.optimizer)
         self.step = 0
         self.bytes_peak = 0
 
@@ -112,7 +113,7 @@ class CaseRun:
         self._folder.cleanup()
 
     def train_pass(self, data_pass: int) -> None:
-        rate = OPTIMIZERS[self.case.optimizer].learning_rate
+        rate = self.optimizer.learning_rate
         self.model.train()
         for batch in self.data.train_batches(data_pass):
             self.step += 1
@@ -161,7 +162,7 @@ class CaseRun:
 
     def _bytes(self) -> int:
         bits = self.contestant.quantised_bits
-        columns = num_state_columns(OPTIMIZERS[self.case.optimizer].spec.kind, self.dim)
+        columns = num_state_columns(self.optimizer.spec.kind, self.dim)
         total = 0
         for name, stats in self.store.stats().tables.items():
             if bits is None or name not in self.data.large_tables:
@@ -185,13 +186,13 @@ class CaseRun:
         )
 
     def _model(self) -> Tower:
-        policy = self.contestant.policy(self.data.steps_per_pass)
+        policy = self.contestant.policy(self.data.steps_per_pass, self.optimizer)
         tables, large = self.data.schema.tables, self.data.large_tables
         specs = {
             name: TableSpec(
                 name=name,
                 dim=self.dim,
-                optimizer=OPTIMIZERS[self.case.optimizer].spec,
+                optimizer=self.optimizer.spec,
                 policy=policy if name in large else PolicySpec(kind="off"),
                 init_min=-_INITIAL_RANGE,
                 init_max=_INITIAL_RANGE,
