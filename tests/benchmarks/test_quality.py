@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.quality.__main__ import report, run_cases
+from benchmarks.harness import ROOT
+from benchmarks.quality.__main__ import report
 from benchmarks.quality.acceptance import check, frontier_at
 from benchmarks.quality.auc import Interval, auc_of, delong, over_seeds
 from benchmarks.quality.cases import full_cases, smoke_cases
@@ -17,6 +21,7 @@ from benchmarks.quality.comparison import Compared, compare
 from benchmarks.quality.contestants import CONTESTANTS, OPTIMIZERS
 from benchmarks.quality.results import Results, digest_of
 from benchmarks.quality.rivals import QuantisedStore, rival_bytes, round_rows
+from benchmarks.quality.runner import run_cases
 from benchmarks.quality.samples import MOVIELENS, STREAMS, MovieLens, open_data
 from benchmarks.quality.stream import TEST_DURATION, PlantedStream, StreamSpec
 from benchmarks.quality.training import Case, run_case
@@ -343,6 +348,20 @@ def test_a_study_resumes_compares_and_reports(tmp_path: Path, say: list[str], mo
     faster = replace(OPTIMIZERS["rowwise_adagrad"], learning_rate=0.5)
     monkeypatch.setitem(OPTIMIZERS, "rowwise_adagrad", faster)
     assert Results(tmp_path / "work").of(cases[0]) is None
+
+
+def test_cases_run_side_by_side_in_processes(tmp_path: Path) -> None:
+    """From a script, because what a spawned process may import depends on how the study was started."""
+    script = "from benchmarks.quality.cases import smoke_cases; from benchmarks.quality.results import Results; "
+    script += "from benchmarks.quality.runner import run_cases; from pathlib import Path; import sys; "
+    script += "run_cases(Results(Path(sys.argv[1])), smoke_cases(('off', 'idle'), share=0.004), 2, print)"
+    (tmp_path / "__main__.py").write_text(f"if __name__ == '__main__':\n    {script}\n")
+    command = [sys.executable, str(tmp_path), str(tmp_path / "work")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert "failed" not in done.stdout and done.returncode == 0, done.stdout + done.stderr
+    results = Results(tmp_path / "work")
+    assert all(results.of(case) is not None for case in smoke_cases(("off", "idle"), share=0.004))
 
 
 def test_a_line_cut_short_is_run_again(tmp_path: Path) -> None:
