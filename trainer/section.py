@@ -52,15 +52,20 @@ def _explain_one(fault: Any, root: type[BaseModel]) -> str:
     message = fault["msg"].removeprefix("Value error, ")
     if kind == "value_error":
         return f"{where}: {message}" if path else message
+    if path and path[-1] == "[key]":  # YAML reads off, no and 1 as a truth value or a number
+        return f"{'.'.join(path[:-2])}: the key {_short(value)} must be text; put it in quotes"
     if kind in ("model_type", "dict_type", "model_attributes_type"):
         return f"{where}={_short(value)}: must be a mapping; write its keys below it"
     message = message[:1].lower() + message[1:]
+    context = fault.get("ctx", {})
+    expected, tag = context.get("expected") or context.get("expected_tags"), context.get("tag", value)
     hint = ""
-    expected = fault.get("ctx", {}).get("expected") or fault.get("ctx", {}).get("expected_tags")
-    tag = fault.get("ctx", {}).get("tag", value)
     if isinstance(tag, str) and isinstance(expected, str) and kind in ("literal_error", "union_tag_invalid"):
         hint = did_you_mean(tag, [w.strip(" '") for w in expected.replace(" or ", ",").split(",")])
         hint = hint if hint.startswith("; did") else ""
+    if kind == "union_tag_invalid":
+        field = context["discriminator"].strip("'")
+        return f"{where}.{field}={_short(tag)}: must be one of {expected}{hint}"
     return f"{where}={_short(value)}: {message}{hint}"
 
 

@@ -25,6 +25,7 @@ BAD_SETTINGS = {
     "unknown key of a schedule": ("embedding.learning_rate.warmup=3", ["did you mean 'warmup_samples'?"]),
     "unknown reader": ("data.reader=movielense", ["movielense", "did you mean 'movielens'?"]),
     "unknown optimizer": ("embedding.optimizer.kind=adagard", ["embedding.optimizer.kind='adagard'", "'adagrad'"]),
+    "no such reader": ("data.reader=csv", ["data.reader='csv': must be one of 'movielens', 'criteo_tsv'"]),
     "unknown mode": ("trainer.mode=synch", ["trainer.mode='synch'", "did you mean 'sync'?"]),
     "unknown model": ("model.kind=dlrm_dnc", ["model.kind", "did you mean 'dlrm_dcn'?"]),
     "malformed factory": ("model.kind=my module:make", ["model.kind", "module:factory"]),
@@ -141,6 +142,11 @@ def test_a_bad_file_is_refused(tmp_path: Path, case: str) -> None:
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="absent.yaml: cannot be read .*give the path of a job file"):
         load_job(tmp_path / "absent.yaml")
+
+
+def test_a_key_that_yaml_reads_as_no_text_is_refused_with_the_remedy() -> None:
+    with pytest.raises(InvalidInput, match="^arms: the key False must be text; put it in quotes$"):
+        make_job({"name": "a", "data": {"reader": "movielens"}, "arms": {False: {"embedding": {"policy": "off"}}}})
 
 
 def test_all_faults_are_told_at_once() -> None:
