@@ -9,6 +9,7 @@ Importing this module imports neither torch nor numba.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,8 @@ def describe(documents: Mapping[str, Mapping[str, Any]]) -> Iterator[RenderableT
         largest = document["largest_hot_table"]
         if largest and largest["share"] > MOST and len(tables) > 1:
             yield Text(f"table {largest['table']!r} holds {largest['share']:.0%} of all hot rows")
-        for event in document["events"]:
-            yield Text(f"event: {event}")
+        for event, times in Counter(document["events"]).items():
+            yield Text(f"event: {event}" + (f" ({times} times)" if times > 1 else ""))
         yield Text()
 
 

@@ -68,6 +68,12 @@ def test_people_see_rows_bytes_moves_ranks_heat_and_events():
     assert "all" in text
 
 
+def test_an_event_that_was_repeated_is_shown_once_with_its_count():
+    text = text_of({"topk": {**DOCUMENT, "events": ["a limit", "something", "a limit"]}})
+    assert text.count("event: ") == 2
+    assert "event: a limit (2 times)" in text
+
+
 def test_heat_is_drawn_an_octave_a_column():
     lines = text_of({"topk": DOCUMENT}).splitlines()
     (hot,) = [line for line in lines if "user hot" in line]
