@@ -14,7 +14,15 @@ import typer
 from rich.console import Console
 
 from services import tune_commands
-from services.command_options import JobFile, JsonOption, SettingsOption, errors_to_exit_status, quiet_torch, size_bytes
+from services.command_options import (
+    JobFile,
+    JsonOption,
+    SettingsOption,
+    errors_to_exit_status,
+    quiet_torch,
+    size_bytes,
+    wide_console,
+)
 
 if TYPE_CHECKING:
     from trainer.job import Job
@@ -52,7 +60,7 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Trains every arm of a job and compares them."""
-    console = Console(stderr=as_json)
+    console = wide_console(stderr=as_json)
     with errors_to_exit_status(console):
         from services.worker import set_environment
         from trainer.job import load_job
@@ -107,9 +115,7 @@ def inspect(
     if as_json:
         print(json.dumps(documents))
         return
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120  # a pipe has no width of its own
+    console = wide_console()
     for part in describe(documents):
         console.print(part)
 

@@ -6,6 +6,7 @@ Exit status: 0 done, 1 failed, 2 the input is wrong (a job file, an option), 130
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,14 @@ def size_bytes(text: str | int) -> int:
 def quiet_torch() -> None:
     """torchrec 1.8 makes torch warn there on import, about a function that it means to use."""
     logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: False)
+
+
+def wide_console(stderr: bool = False) -> Console:
+    """A console whose tables keep their cells in a pipe or a file too: those have no width of their own."""
+    console = Console(stderr=stderr)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 240
+    return console
 
 
 @contextmanager

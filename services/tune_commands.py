@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from services.command_options import JobFile, JsonOption, SettingsOption, errors_to_exit_status, quiet_torch, size_bytes
+from services.command_options import (
+    JobFile,
+    JsonOption,
+    SettingsOption,
+    errors_to_exit_status,
+    quiet_torch,
+    size_bytes,
+    wide_console,
+)
 
 if TYPE_CHECKING:
     from trainer.estimate import Estimate
@@ -38,7 +46,7 @@ def estimate(job_file: JobFile, settings: SettingsOption = None, as_json: JsonOp
 
     Hot rows, their optimizer state, index and heat are memory; frozen rows are files, dead rows included.
     """
-    console = Console(stderr=as_json)
+    console = wide_console(stderr=as_json)
     with errors_to_exit_status(console):
         job = _load(job_file, settings)
         from trainer.estimate import estimate_jobs
@@ -80,7 +88,7 @@ def tune(
     Prints the frontier of AUC against bytes, the pick, and the --set lines that use it. The job's arms are left out,
     and knobs of single tables stay as they are.
     """
-    console = Console(stderr=as_json)
+    console = wide_console(stderr=as_json)
     with errors_to_exit_status(console):
         job = _load(job_file, settings)
         from services.allocator import set_allocator
