@@ -77,7 +77,7 @@ def _train(job: Job, console: Console) -> dict[str, Any]:
     from dataclasses import asdict
 
     from services.train_job import bias_only, run_job
-    from trainer.report import ProgressShow, bias_only_line, claim_lines, final_table
+    from trainer.report import ProgressShow, bias_only_line, claim_lines, event_lines, final_table
 
     folder = job.trainer.output_dir / job.name
     console.print(f"job {job.name!r}: arms {', '.join(job.arm_jobs())}; results in {folder}", highlight=False)
@@ -86,8 +86,9 @@ def _train(job: Job, console: Console) -> dict[str, Any]:
         show.say("fitting the bias-only logistic regression")
         bias = bias_only(job)
     console.print(final_table(arms))
-    for line in [*([bias_only_line(bias)] if bias else []), *claim_lines(arms), *_where(folder)]:
-        console.print(line, highlight=False, soft_wrap=True)
+    last_lines = [*event_lines(arms), *([bias_only_line(bias)] if bias else []), *claim_lines(arms), *_where(folder)]
+    for line in last_lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     return {
         "job": job.name,
         "summary": str(folder / "summary.json"),

@@ -89,6 +89,12 @@ def run_worker(
     run = build_run(job, store, group)
     with RunLog(arm, run.total_steps, folder if group.is_first else None, show) as log:
         train(run, log)
+        if run.reselect_every is not None and log.step < run.reselect_every:
+            log.event(
+                f"the run was over after {log.step} steps, before its first re-selection at step {run.reselect_every}:"
+                " no row froze for idleness or rank; set embedding.advanced.reselect_every_samples below the samples"
+                " of the run"
+            )
         mask = run.watch.report(log.step, log, is_last=True)
         test = score(run, "test")
         log.scores("test", test)

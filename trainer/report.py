@@ -13,6 +13,7 @@ import json
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -253,6 +254,20 @@ def claim_lines(arms: Mapping[str, ArmSummary], name: str = "topk") -> list[str]
         PUBLISHED_CLAIM,
         "arms train one after another: their samples/s compare on an idle machine only",
     ]
+
+
+def event_lines(arms: Mapping[str, ArmSummary]) -> list[str]:
+    """What an arm's shards and control group complained of, each text once, with the look-ups that had no own row."""
+    lines = []
+    for arm, summary in arms.items():
+        events = Counter(summary.mask_info.get("events", ()))
+        for event, times in events.items():
+            lines.append(f"{arm}: event: {event}" + (f" ({times} times)" if times > 1 else ""))
+        traffic = summary.mask_info.get("total", {}).get("traffic", {})
+        if events and traffic.get("rows_default"):
+            share = traffic["rows_default"] / traffic["rows_pulled"]
+            lines.append(f"{arm}: {traffic['rows_default']:,} rows pulled ({share:.0%}) were the default row")
+    return lines
 
 
 def bias_only_line(metrics: Metrics) -> str:

@@ -16,6 +16,7 @@ from trainer.report import (
     ProgressShow,
     bias_only_line,
     claim_lines,
+    event_lines,
     final_table,
     summarise_arm,
     write_json,
@@ -96,6 +97,14 @@ def test_final_table_compares_arms_with_the_first():
     assert "5 (-50%)" in text
     assert "1.00 MB" in text
     assert "1.54 kB" in text
+
+
+def test_events_are_told_once_by_arm_with_the_share_of_default_rows():
+    mask = {"events": ["full", "full"], "total": {"traffic": {"rows_pulled": 200, "rows_default": 50}}}
+    assert event_lines({"main": replace(FULL, mask_info=mask), "quiet": FULL}) == [
+        "main: event: full (2 times)",
+        "main: 50 rows pulled (25%) were the default row",
+    ]
 
 
 def test_final_table_shows_a_dash_where_there_is_no_metric():
