@@ -6,6 +6,7 @@ its lower edge with their figure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from benchmarks.quality.comparison import Compared
 _PANEL = (760, 520)
 _MARGIN = (86, 56, 24, 60)  # left, top, right, bottom
 _COLUMNS = 2
+_TICKS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 100.0)
 _FLOORS = (-0.25, -0.5, -1.0, -2.0, -4.0)
 _OURS = {"idle", "idle-16", "compact", "compact-2", "topk"}
 _CONTROLS = {"random", "cold"}
@@ -61,8 +63,9 @@ class _Panel:
             x = self._x(tenth / 10)
             self._draw.line([(x, self._top), (x, self._bottom)], _GRID)
             self._draw.text((x - 12, self._bottom + 6), f"{tenth * 10}%", _BLACK, self._font)
-        for k in range(6):
-            value = self._floor * k / 5
+        step = next(step for step in _TICKS if (self._ceiling - self._floor) / step <= 8)
+        for k in range(math.ceil(self._floor / step), math.floor(self._ceiling / step) + 1):
+            value = k * step
             y = self._y(value)
             self._draw.line([(self._left, y), (self._right, y)], _BLACK if k == 0 else _GRID)
             self._draw.text((self._left - 56, y - 8), f"{value:+.2f}", _BLACK, self._font)
