@@ -9,6 +9,9 @@ values (10^9 bytes a second, row_ids not counted) of the median of ITERATIONS ca
 Rivals: `plain_grpc` is the same call with protobuf objects and the default allocator, on a server that only indexes an
 array (no hashing, no visits, no exactly-once: less work than a shard). `redis` is MGET and MSET through redis-py, rows
 decoded into one array; its push writes values that the client would have had to compute.
+
+`bare_grpc` is no rival but the bound: a call of the same sizes under our allocator settings whose server answers with
+bytes it has ready, and whose client leaves them as they come. What grpc's Python takes for that nobody can take off.
 """
 
 from __future__ import annotations
@@ -157,6 +160,51 @@ class PlainClient:
         return time.perf_counter() - started
 
 
+# --- the bound: what grpc takes to carry ready bytes ---
+
+_BARE_METHODS = {"pull": "/bare.Bytes/Pull", "push": "/bare.Bytes/Push"}
+
+
+def serve_bare(shape: Shape) -> None:
+    """Prints its address and serves until standard input closes."""
+    from services.allocator import set_allocator
+
+    set_allocator()
+    import grpc
+
+    rows, done = bytes(shape.value_bytes + shape.rows), b""
+    replies = {"Pull": lambda request, context: rows, "Push": lambda request, context: done}
+    handlers = {name: grpc.unary_unary_rpc_method_handler(reply) for name, reply in replies.items()}
+    server = grpc.server(ThreadPoolExecutor(4), options=GRPC_OPTIONS)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare.Bytes", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    print(json.dumps({"address": f"127.0.0.1:{port}"}), flush=True)
+    sys.stdin.read()
+    server.stop(0)
+
+
+class BareClient:
+    def __init__(self, address: str, shape: Shape) -> None:
+        from services.allocator import set_allocator
+
+        set_allocator()
+        import grpc
+
+        channel = grpc.insecure_channel(address, options=GRPC_OPTIONS)
+        self._calls = {timed: channel.unary_unary(method) for timed, method in _BARE_METHODS.items()}
+        self._requests = {"pull": bytes(8 * shape.rows), "push": bytes(8 * shape.rows + shape.value_bytes)}
+
+    def call_s(self, timed: str) -> float:
+        """A pull and a push alternate, as ours do."""
+        taken = {}
+        for name, call in self._calls.items():
+            started = time.perf_counter()
+            call(self._requests[name])
+            taken[name] = time.perf_counter() - started
+        return taken[timed]
+
+
 # --- rival: Redis ---
 
 
@@ -190,7 +238,13 @@ class RedisClient:
         return time.perf_counter() - started
 
 
-CLIENTS: dict[str, Callable[[str, Shape], Any]] = {"ours": OurClient, "plain": PlainClient, "redis": RedisClient}
+CLIENTS: dict[str, Callable[[str, Shape], Any]] = {
+    "ours": OurClient,
+    "plain": PlainClient,
+    "bare": BareClient,
+    "redis": RedisClient,
+}
+SERVERS: dict[str, Callable[[Shape], None]] = {"serve-plain": serve_plain, "serve-bare": serve_bare}
 
 
 def run_client(role: str, address: str, shape: Shape) -> None:
@@ -284,10 +338,12 @@ def setup(config: dict[str, Any]) -> Contest:
     shape = Shape(config["rows"], config["dim"], config["wire_dtype"])
     with ExitStack() as starting:
         shards = starting.enter_context(start_shards(1, memory_limit_bytes=1 << 30))
-        plain = _spawn(starting, "serve", "-", shape)
+        plain = _spawn(starting, "serve-plain", "-", shape)
+        bare = _spawn(starting, "serve-bare", "-", shape)
         addresses = {
             "ours": shards.addresses[0],
             "plain": json.loads(_line(plain, "plain server"))["address"],
+            "bare": json.loads(_line(bare, "bare server"))["address"],
             "redis": _start_redis(starting),
         }
         clients = {role: _spawn(starting, role, address, shape) for role, address in addresses.items()}
@@ -308,6 +364,10 @@ def pull_plain_grpc(contest: Contest) -> float:
     return contest.gb_s("plain", "pull")
 
 
+def pull_bare_grpc(contest: Contest) -> float:
+    return contest.gb_s("bare", "pull")
+
+
 def pull_redis(contest: Contest) -> float:
     return contest.gb_s("redis", "pull")
 
@@ -320,14 +380,18 @@ def push_plain_grpc(contest: Contest) -> float:
     return contest.gb_s("plain", "push")
 
 
+def push_bare_grpc(contest: Contest) -> float:
+    return contest.gb_s("bare", "push")
+
+
 def push_redis(contest: Contest) -> float:
     return contest.gb_s("redis", "push")
 
 
 def main(role: str, address: str, rows: str, dim: str, wire_dtype: str) -> None:
     shape = Shape(int(rows), int(dim), wire_dtype)
-    if role == "serve":
-        serve_plain(shape)
+    if role in SERVERS:
+        SERVERS[role](shape)
     else:
         run_client(role, address, shape)
 

@@ -26,12 +26,26 @@ def _cases(ours: Contestant, rivals: dict[str, Contestant]) -> list[Case]:
 WORKLOADS = [
     Workload(
         "pull",
-        "a training Pull of 10,000 and 50,000 rows x 64 from one shard over gRPC",
-        _cases(wire.pull_ours, {"plain_grpc": wire.pull_plain_grpc, "redis": wire.pull_redis}),
+        "a training Pull of 10,000 and 50,000 rows x 64 from one shard over gRPC (bare_grpc: the bound)",
+        _cases(
+            wire.pull_ours,
+            {
+                "plain_grpc": wire.pull_plain_grpc,
+                "bare_grpc": wire.pull_bare_grpc,
+                "redis": wire.pull_redis,
+            },
+        ),
     ),
     Workload(
         "push",
-        "a Push of 10,000 and 50,000 gradients x 64 to one shard over gRPC",
-        _cases(wire.push_ours, {"plain_grpc": wire.push_plain_grpc, "redis": wire.push_redis}),
+        "a Push of 10,000 and 50,000 gradients x 64 to one shard over gRPC (bare_grpc: the bound)",
+        _cases(
+            wire.push_ours,
+            {
+                "plain_grpc": wire.push_plain_grpc,
+                "bare_grpc": wire.push_bare_grpc,
+                "redis": wire.push_redis,
+            },
+        ),
     ),
 ]
