@@ -45,6 +45,7 @@ class Reselection(TablePass):
         if table.spec.name in self._frostlines:
             table.frostline = self._frostlines[table.spec.name]
         self._ranked = self._ranked_before = self._rare_left = 0
+        table.catch_up()
         table.segments.open_builder(self.step)
 
     def slice_entries(self, table: Table) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +85,11 @@ class SegmentWriter:
             return False
         wait([self._write.done])
         return True
+
+    @property
+    def waiting(self) -> Collection[SegmentBuilder]:
+        """Sealed segments whose writing has not begun."""
+        return self._waiting
 
     @property
     def writing(self) -> SegmentBuilder | None:

@@ -39,6 +39,9 @@ IsLive = Callable[[np.ndarray, np.ndarray], np.ndarray]
 #: moved(row_ids int64[n], old uint32[n], new uint32[n]): point the index at the new locations
 Moved = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 
+#: Crowded: more segments than this wait for their file though they are not full, or fewer slots than this are free.
+MAX_SMALL_WAITING, LEAST_FREE_SLOTS = 16, MAX_SLOTS // 4
+
 
 class SegmentSet:
     """Frozen rows of one table and shard.
@@ -263,6 +266,19 @@ class SegmentSet:
             self._reader.set_file(builder.slot, mapped)
             builder.close()
         return dropped or (could_step and not self._writer.is_failing)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Background work has fallen behind: small segments pile up, and without slots nothing can freeze."""
+        small = sum(builder.room > 0 for builder in self._writer.waiting)
+        return small > MAX_SMALL_WAITING or self._free_slots < LEAST_FREE_SLOTS
+
+    def catch_up(self, is_live: IsLive, moved: Moved) -> None:
+        """Writes and merges all that is due before it returns, as merge_slice does; less if the disk fails."""
+        self.flush()
+        while self.needs_merge():
+            self.merge_slice(is_live, moved)
+            self.flush()
 
     def flush(self) -> None:
         """Returns when every sealed segment is written, or a write fails: for a caller who needs the memory now."""

@@ -155,6 +155,7 @@ class Table:
             unique, inverse = np.unique(row_ids, return_inverse=True)
             entries, locations = self.visit_cold(unique, step)
             return entries[inverse], locations[inverse]
+        self.catch_up()  # here, for no location of a frozen row is held yet, and merges change them
         entries, locations, missing, frozen = self.index.locate(row_ids)
         first = self._first_cold_visits(row_ids, step)
         if frozen:
@@ -395,6 +396,13 @@ class Table:
         else:
             return False
         return True
+
+    def catch_up(self) -> None:
+        """Does the background work of segments now if it fell far behind, as it does where every step freezes some
+        rows: each time makes a small segment, and when their slots are used up nothing more can freeze."""
+        if self.segments.is_crowded:
+            self.segments.catch_up(self._is_live, self._moved)
+            self.record_memory()
 
     def _is_live(self, row_ids: np.ndarray, locations: np.ndarray) -> np.ndarray:
         entries, now, _, _ = self.index.locate(row_ids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,6 +14,7 @@ from embedding_server.errors import InvalidInput
 from embedding_server.kernels.hashing import buckets_of
 from embedding_server.policy import compute_frostline, control_buckets
 from embedding_server.reserved import PAGE_BYTES
+from embedding_server.segments import MAX_SMALL_WAITING
 from embedding_server.shard import Shard, ShardGradients
 from embedding_server.slots import Slots
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
@@ -251,3 +254,23 @@ def test_a_walk_covers_every_bucket_once_from_any_start(num_entries: int) -> Non
             covered = np.concatenate([np.arange(first, last) for first, last in ranges])
             assert np.array_equal(np.sort(covered), np.arange(NUM_BUCKETS))
     shard.close()
+
+
+def test_a_small_segment_at_every_step_never_uses_up_their_slots() -> None:
+    """Without background work between the steps: a busy shard hardly gets to it."""
+    with ThreadPoolExecutor(1) as writer:
+        shard = _shard(_spec(96), writer=writer)
+        table, rows_a_step = shard._tables["t"], 32
+        values: dict[int, bytes] = {}
+        for step in range(1, 400):
+            ids = np.arange(step * rows_a_step, (step + 1) * rows_a_step, dtype=np.int64)
+            assert (_step(shard, step, ids) == TRAINABLE | FOUND).all(), step
+            frozen = ids[:1] - 10 * rows_a_step  # it froze some steps ago
+            if step > 10:
+                values[int(frozen[0])] = shard.lookup({"t": frozen}, "float32")["t"].values.tobytes()
+            assert table.segments.num_segments <= 4 * MAX_SMALL_WAITING
+        ids = np.array(list(values), np.int64)
+        rows = shard.lookup({"t": ids}, "float32")["t"]
+        assert (rows.flags & STATE == FOUND).all()
+        assert [row.tobytes() for row in rows.values] == list(values.values())
+        shard.close()
