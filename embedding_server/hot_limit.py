@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from embedding_server.table import Table
 
 _LEAST_COLDEST = 1 / 16
-_ARRAYS = 4  # of a hot row: weights, state, last_step, visits; each rounds up to a page
+#: what whole pages may take beyond the rows: weights, state, last_step and visits each round up to one
+BYTES_OF_PAGES = 4 * PAGE_BYTES
 _ENTRIES_AT_ONCE = 1 << 18
 _SAMPLED_ENTRIES = 1 << 21  # index entries from which the heat of the coldest is estimated from a part of the buckets
 _REACH, _FARTHEST = 4, 0.5  # there: rows freeze up to this many times their share of the heats, at most half of them
@@ -56,9 +57,9 @@ def rows_under_cap(spec: TableSpec, buckets: np.ndarray) -> int:
     owned = int(buckets.sum())
     share = total * owned // NUM_BUCKETS
     row_bytes = hot_row_bytes(spec)
-    rows = (share - _ARRAYS * PAGE_BYTES) // row_bytes
+    rows = (share - BYTES_OF_PAGES) // row_bytes
     if owned and rows < 1:
-        least = -(-(_ARRAYS * PAGE_BYTES + row_bytes) * NUM_BUCKETS // owned)
+        least = -(-(BYTES_OF_PAGES + row_bytes) * NUM_BUCKETS // owned)
         raise InvalidInput(
             f"table {spec.name!r}: hot_bytes={total} leaves {share} bytes to a shard with {owned} of {NUM_BUCKETS}"
             f" buckets, less than a row of {row_bytes} bytes in whole pages; set hot_bytes={least} or more"

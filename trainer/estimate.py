@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+from embedding_server.hot_limit import BYTES_OF_PAGES, hot_row_bytes
 from embedding_server.inproc import InprocStore
 from embedding_server.policy import frostline_at
 from embedding_server.spec import TableSpec
@@ -189,7 +190,9 @@ class _Rehearsal:
         self._who: list[Identity] = []
         for number, store in enumerate(self._stores):
             own = [(spec, sample.tables[name]) for name, spec in self._specs.items()]
-            store.create_tables([_share(spec, of, number) for spec, of in own if number < len(of.strata)])
+            store.create_tables(
+                [_share(spec, of, number, num_shards_of(job)) for spec, of in own if number < len(of.strata)]
+            )
             self._who.append(Identity("estimate", store.begin_epoch("estimate", 1, "sync").epoch, 0))
         freezes = any(spec.policy.kind != "off" for spec in specs)
         every = steps_of(job.embedding.advanced.reselect_every_samples, job.trainer.batch_size)
@@ -283,15 +286,22 @@ def _ranked_by_heat(spec: TableSpec) -> TableSpec:
     return spec.model_copy(update={"policy": spec.policy.model_copy(update={"select": "topk", "score": "heat"})})
 
 
-def _share(spec: TableSpec, sample: TableSample, number: int) -> TableSpec:
-    """The spec in store `number`, whose buckets are only a part of the table's: so is its part of hot_bytes."""
+def _share(spec: TableSpec, sample: TableSample, number: int, num_shards: int) -> TableSpec:
+    """The spec in store `number`, whose buckets are only a part of the table's: so is its part of hot_bytes.
+
+    Of a sampled table it is the bytes of its part of the rows, at least one, and of whole pages, which the run pays
+    once a shard and the store once too. (The first reading, of whole tables, has refused what the run would refuse.)
+    """
     hot_bytes = spec.policy.hot_bytes
     if hot_bytes is None:
         return spec
     share = sample.strata[number].buckets.shape[0] / len(sample.owners)
-    return spec.model_copy(
-        update={"policy": spec.policy.model_copy(update={"hot_bytes": max(1, round(hot_bytes * share))})}
-    )
+    if sample.level == 0:
+        own = max(1, round(hot_bytes * share))
+    else:
+        rows = (hot_bytes - num_shards * BYTES_OF_PAGES) / hot_row_bytes(spec)
+        own = BYTES_OF_PAGES + max(1, round(rows * share)) * hot_row_bytes(spec)
+    return spec.model_copy(update={"policy": spec.policy.model_copy(update={"hot_bytes": own})})
 
 
 def _scaled_stats(stats: TableStats, scale: float, fixed_hot: int, fixed_frozen: int) -> TableStats:

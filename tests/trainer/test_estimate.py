@@ -83,6 +83,14 @@ def test_a_rehearsal_of_all_ids_and_a_sample_of_them_agree_with_the_run(policy: 
     assert (whole.num_samples, whole.num_steps) == (60_000, 118)
 
 
+def test_a_cap_of_hot_bytes_holds_in_a_sample_however_small(tmp_path: Path) -> None:
+    job = synthetic("idle", hot_bytes=200_000)
+    summary = run(job, tmp_path)
+    sampled = estimate_jobs({"main": job}, sample_bytes=100_000)["main"]
+    assert sampled.sampled["cat_0"] < 0.02
+    assert sampled.total().rows_hot == pytest.approx(summary.rows_hot, rel=0.15)
+
+
 def test_jobs_estimated_together_are_as_they_are_alone() -> None:
     jobs = {"idle": synthetic("idle"), "dim 8": synthetic("idle", dim=8), "off": synthetic("off")}
     together = estimate_jobs(jobs)
