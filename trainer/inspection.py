@@ -132,7 +132,8 @@ def _table(title: str, columns: _Columns, tables: Mapping[str, Any], total: Mapp
     for name in columns:
         result.add_column(name.strip(), justify="right", overflow="fold")
     for name, document in tables.items():
-        result.add_row(name, *[show(document) for show in columns.values()], end_section=name == list(tables)[-1])
+        cells = [show(document) for show in columns.values()]
+        result.add_row(Text(name), *cells, end_section=name == list(tables)[-1])  # a name is no markup
     if total and len(tables) > 1:
         result.add_row("all", *[show(total) for show in columns.values()])
     return result

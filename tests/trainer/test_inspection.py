@@ -90,6 +90,15 @@ def test_a_table_without_rows_and_without_a_verdict():
     assert "may freeze" not in text
 
 
+def test_a_table_may_have_any_name():
+    odd = "[/red]"
+    given = snapshot()
+    renamed = replace(
+        given, specs={**given.specs, odd: given.specs["film"]}, infos={**given.infos, odd: given.infos["film"]}
+    )
+    assert text_of({"a": mask_document(renamed)}).count(odd) == 3  # one line in each table
+
+
 def test_a_verdict_that_waits_says_so():
     control = {"user": ControlReport(None, None, None, 12, 300, max_loss=0.002)}
     (line,) = [
