@@ -15,6 +15,8 @@ MAX_DIM = 4096
 MAX_INITIAL = 1e30
 #: Smallest eps: with 0, a zero gradient on a zero accumulator is 0 / 0, which would make the row NaN.
 MIN_EPS = 1e-20
+#: A row's last step is an int32.
+MAX_STEPS = 2**31 - 1
 OptimizerKind = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl"]
 PolicyKind = Literal["off", "idle", "topk", "compact"]
 
@@ -61,7 +63,10 @@ class PolicySpec(_Spec):
 
     kind: PolicyKind = "idle"
     idle_steps: int = Field(
-        200, ge=1, description="a row without a visit in this many steps freezes; topk: if it is on probation"
+        200,
+        ge=1,
+        le=MAX_STEPS,
+        description="a row without a visit in this many steps freezes; topk: if it is on probation",
     )
     hot_fraction: float = Field(0.4, gt=0.0, le=1.0, description="topk: share of the table's rows that train")
     hot_bytes: int | None = Field(

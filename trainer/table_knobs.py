@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ByteSize, Field, ValidationError, model_validator
 
 from embedding_server.errors import InvalidInput
-from embedding_server.spec import OptimizerSpec, PolicySpec, ScheduleSpec, TableSpec
+from embedding_server.spec import MAX_STEPS, OptimizerSpec, PolicySpec, ScheduleSpec, TableSpec
 from embedding_server.store import WireDtype
 from trainer.lr_schedule import LearningRate
 from trainer.overlay import overlay
@@ -154,7 +154,7 @@ class TableKnobs(Section):
         min_count = self.min_count if self.min_count is not None else (2 if self.policy == "compact" else 1)
         return PolicySpec(
             kind=self.policy,
-            idle_steps=steps_of(self.idle_samples, batch_size),
+            idle_steps=min(steps_of(self.idle_samples, batch_size), MAX_STEPS),  # never, either way
             hot_fraction=self.hot_fraction,
             hot_bytes=self.hot_bytes,
             frozen_bits=self.frozen_bits,
@@ -219,4 +219,14 @@ class EmbeddingSection(TableKnobs):
                 seed=seed,
             )
         except ValidationError as error:
-            raise InvalidInput("; ".join(f["msg"].removeprefix("Value error, ") for f in error.errors())) from None
+            raise InvalidInput("; ".join(_refusal(fault, table, batch_size) for fault in error.errors())) from None
+
+
+def _refusal(fault: Any, table: str, batch_size: int) -> str:
+    """What a spec of the shards says of a value that the job's own bounds let through."""
+    message = fault["msg"].removeprefix("Value error, ")
+    if not fault["loc"]:  # a check of the whole spec, which names the table and the values
+        return message
+    field = ".".join(map(str, fault["loc"]))
+    steps = f" (a knob in samples is divided by trainer.batch_size={batch_size})" if field.endswith("_steps") else ""
+    return f"table {table!r}: {field}={fault['input']}: {message[:1].lower()}{message[1:]}{steps}"

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from embedding_server.spec import PolicySpec, ScheduleSpec
+from embedding_server.errors import InvalidInput
+from embedding_server.spec import MAX_STEPS, PolicySpec, ScheduleSpec
 from trainer.table_knobs import EmbeddingSection, ShareSchedule, steps_of
 
 BATCH = 100
@@ -102,3 +103,22 @@ def test_the_score_may_wait_for_a_policy_that_uses_it() -> None:
 
 def test_steps_of_is_exact_for_large_counts() -> None:
     assert steps_of(10**15 + 1, 10**5) == 10**10
+
+
+def test_an_idle_time_beyond_all_steps_is_never() -> None:
+    policy = EmbeddingSection(idle_samples=10**24).table_spec("user", BATCH, 0).policy
+    assert policy.idle_steps == MAX_STEPS
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("half_life_samples", 1, r"table 'user': half_life_steps=1e-06: .*0\.001.*trainer\.batch_size=1000000"),
+        ("half_life_samples", 10**20, r"table 'user': half_life_steps=1.*: input should be less"),
+        ("init_min", -1e35, r"table 'user': init_min=-1e\+35: input should be greater"),
+    ],
+)
+def test_what_the_shards_refuse_is_named(path: str, value: float, expected: str) -> None:
+    section = EmbeddingSection.model_validate({"advanced": {path: value}})
+    with pytest.raises(InvalidInput, match=expected):
+        section.table_spec("user", 1_000_000, 0)
