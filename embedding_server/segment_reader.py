@@ -69,11 +69,21 @@ class MappedSegment:
         """Reads a block and compares it with its CRC-32, once. SegmentCorrupt, every time, if they differ."""
         if self.block_states[block] == CHECKED:
             return
+        self._check_size()
         start = block * CRC_BLOCK_BYTES
         covered = memoryview(self._map.bytes)[: self.size_bytes - self.block_crcs.nbytes]
         if zlib.crc32(covered[start : start + CRC_BLOCK_BYTES]) != int(self.block_crcs[block]):
             raise _corrupt(self.path, f"block {block} (bytes {start} and on) does not match its CRC-32")
         self.block_states[block] = CHECKED
+
+    def _check_size(self) -> None:
+        """Reading a map beyond the end of its file would end the process (SIGBUS)."""
+        try:
+            size = os.stat(self.path).st_size
+        except OSError:  # deleted: the map keeps the bytes
+            return
+        if size < self.size_bytes:
+            raise _corrupt(self.path, f"has {size} bytes, {self.size_bytes - size} fewer than when it was opened")
 
     def check_offsets(self) -> None:
         """Checks the blocks of bucket_offsets, which a merge goes by."""

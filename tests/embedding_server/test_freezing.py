@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -175,6 +176,23 @@ def test_a_damaged_segment_fails_the_pull_that_needs_it_and_leaves_the_table_who
     rig.step -= 1  # the Pull that failed is sent again
     thawed = rig.train(row_ids[:10])
     assert (np.abs(thawed - weights[:10]) <= error_bound(weights[:10], 8)).all()
+    rig.shard.close()
+
+
+def test_a_segment_cut_short_under_its_map_is_an_error_and_not_the_end_of_the_process(tmp_path) -> None:
+    rig = Rig(tmp_path, frozen_bits=8)
+    weights = np.random.default_rng(2).standard_normal((5000, DIM)).astype(np.float32)
+    row_ids = rig.set_weights(weights)
+    assert rig.freeze() == (5000, 0)
+    (path,) = tmp_path.rglob("*.safetensors")
+    original = path.read_bytes()
+    os.truncate(path, 4096)
+    with pytest.raises(SegmentCorrupt, match=rf"has 4096 bytes, {len(original) - 4096} fewer than when it was opened"):
+        rig.train(row_ids)
+    rig.step -= 1  # the Pull that failed is sent again
+    path.write_bytes(original)
+    path.unlink()  # what is mapped outlives its name
+    assert (np.abs(rig.train(row_ids) - weights) <= error_bound(weights, 8)).all()
     rig.shard.close()
 
 
