@@ -23,6 +23,7 @@ from services.allocator import set_allocator
 from services.local_shards import LocalShards, start_shards
 from services.ray_group import RayGroup, ray_group
 from trainer.job import Job, resolved_json
+from trainer.mask_report import MASK_FILE
 from trainer.report import ArmSummary, Progress, write_summary
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def run_job(job: Job, show: Show, say: Say) -> dict[str, ArmSummary]:
     check_arms(arms)
     folder = job.trainer.output_dir / job.name
     folder.mkdir(parents=True, exist_ok=True)
-    _clear(folder, arms)
+    _clear(folder)
     (folder / "job.json").write_text(resolved_json(job) + "\n", encoding="utf-8")
     results: dict[str, ArmSummary] = {}
     with _workers(arms, folder, say) as ray:
@@ -53,13 +54,13 @@ def run_job(job: Job, show: Show, say: Say) -> dict[str, ArmSummary]:
     return results
 
 
-def _clear(folder: Path, arms: Mapping[str, Job]) -> None:
-    """Removes an earlier run's results, which would pass for this one's should it fail, and mix with its curves."""
+def _clear(folder: Path) -> None:
+    """Removes an earlier run's results, which would pass for this one's should it fail, and mix with its curves; those
+    of arms that the job has no longer, too."""
     (folder / "summary.json").unlink(missing_ok=True)
-    for arm in arms:
-        for pattern in ("events.out.tfevents.*", "shard-*.log", "mask_info.json"):
-            for path in (folder / arm).glob(pattern):
-                path.unlink(missing_ok=True)
+    for pattern in ("events.out.tfevents.*", "shard-*.log", MASK_FILE):
+        for path in folder.glob(f"*/{pattern}"):
+            path.unlink(missing_ok=True)
 
 
 def bias_only(job: Job) -> Metrics | None:

@@ -16,6 +16,7 @@ from embedding_server.errors import InvalidInput
 from services import train_job
 from services.ray_group import RayGroup, ray_group
 from services.train_job import JobFailed, check_arms, run_arm, run_inproc, run_job
+from trainer.inspection import read_run
 from trainer.job import Job, make_job
 from trainer.report import Progress
 
@@ -171,10 +172,13 @@ def test_a_shard_that_is_killed_fails_the_job_and_is_named(ray, tmp_path, monkey
 
 
 def test_an_earlier_run_of_the_name_leaves_nothing_behind(tmp_path):
-    job = job_of(tmp_path, servers={"store": "inproc"}, trainer={"workers": 1, "max_steps": 2})
+    changes = {"servers": {"store": "inproc"}, "trainer": {"workers": 1, "max_steps": 2}}
+    job = job_of(tmp_path, **changes)
+    run_job(job_of(tmp_path, arms={"other": {}}, **changes), quiet, quiet)
     run_job(job, quiet, quiet)
     run_job(job, quiet, quiet)
-    assert len(list((tmp_path / "tiny" / "main").glob("events.out.tfevents.*"))) == 1
+    assert len(list((tmp_path / "tiny").glob("*/events.out.tfevents.*"))) == 1
+    assert list(read_run(tmp_path / "tiny")) == ["main"]  # and no arm that the job has no longer
     broken = job_of(tmp_path, servers={"store": "inproc"}, trainer={"workers": 1}, model={"kind": "no_such:factory"})
     with pytest.raises(InvalidInput, match="no_such"):
         run_job(broken, quiet, quiet)
