@@ -43,7 +43,15 @@ def read_run(run: Path) -> dict[str, dict[str, Any]]:
         raise InvalidInput(
             f"{folder}: no arm in it has a {MASK_FILE}; a run writes it at its first re-selection and at its end"
         )
-    return {path.parent.name: _read(path) for path in sorted(paths, key=lambda path: path.stat().st_mtime)}
+    return {path.parent.name: _read(path) for path in sorted(paths, key=_written_at)}
+
+
+def _written_at(path: Path) -> float:
+    """0 if it is gone by now, which reading it will tell."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -51,13 +59,23 @@ def _read(path: Path) -> dict[str, Any]:
         if path.stat().st_size > MAX_MASK_BYTES:
             raise InvalidInput(f"{path}: {path.stat().st_size} bytes, and mask info has at most {MAX_MASK_BYTES}")
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, InvalidInput):
             raise
         raise InvalidInput(f"{path}: cannot be read as mask info ({error}); run the job again") from None
-    if not isinstance(document, dict) or not document.keys() >= _KEYS:
+    if not isinstance(document, dict) or not document.keys() >= _KEYS or not _can_be_shown(document):
         raise InvalidInput(f"{path}: is not mask info of this version; run the job again")
     return document
+
+
+def _can_be_shown(document: Mapping[str, Any]) -> bool:
+    """Everything that `describe` looks for is there: another version may have written the file."""
+    try:
+        for _ in describe({"": document}):
+            pass
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return False
+    return True
 
 
 def describe(documents: Mapping[str, Mapping[str, Any]]) -> Iterator[RenderableType]:

@@ -49,7 +49,8 @@ def test_what_is_no_run_is_refused(tmp_path, run):
         read_run(tmp_path / "absent")
     with pytest.raises(InvalidInput, match=rf"no arm in it has a {MASK_FILE}"):
         read_run(tmp_path)
-    for content in ("{", "[]", '{"job": 1}', "\udcff"):
+    no_rows = json.dumps({**DOCUMENT, "tables": {"user": {}}})
+    for content in ("{", "[]", '{"job": 1}', "\udcff", "[" * 100_000, no_rows, json.dumps({**DOCUMENT, "tables": []})):
         (run / "topk" / MASK_FILE).write_text(content, errors="surrogateescape")
         with pytest.raises(InvalidInput, match=rf"topk.{MASK_FILE}: .*run the job again"):
             read_run(run)
