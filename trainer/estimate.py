@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -125,7 +126,7 @@ def _read_through(
     specs = {spec.name: spec for spec in table_specs(first, tables)}
     sample = IdSample(specs, reader.schema, levels, num_shards_of(first))
     with ExitStack() as stack:
-        folder = tempfile.TemporaryDirectory(prefix="frostline-estimate-", dir=_memory_folder())
+        folder = tempfile.TemporaryDirectory(prefix="frostline-estimate-", dir=_memory_folder(sample_bytes))
         root = Path(stack.enter_context(folder))
         runs: dict[str, _Rehearsal] = {}
         for name, job in jobs.items():
@@ -148,9 +149,14 @@ def _read_through(
         return {name: run.estimate(step, num_samples) for name, run in runs.items()}
 
 
-def _memory_folder() -> str | None:
-    """Where files need no disk: segments of a rehearsal are small and not kept. None: the usual temporary folder."""
-    return _MEMORY_FOLDER if os.access(_MEMORY_FOLDER, os.W_OK) else None
+def _memory_folder(sample_bytes: int) -> str | None:
+    """Where files need no disk: segments of a rehearsal are small and not kept. None: the usual temporary folder.
+
+    Containers often have 64 MiB there. Rows whose file cannot be written stay hot, which the run's would not.
+    """
+    if not os.access(_MEMORY_FOLDER, os.W_OK) or shutil.disk_usage(_MEMORY_FOLDER).free < sample_bytes:
+        return None
+    return _MEMORY_FOLDER
 
 
 def _check_size(runs: Iterable[_Rehearsal], sample: IdSample, sample_bytes: int) -> None:

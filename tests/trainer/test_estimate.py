@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from embedding_server.inproc import InprocStore
 from embedding_server.store import TableStats
+from trainer import estimate
 from trainer.estimate import Estimate, estimate_jobs, memory_of, num_shards_of
 from trainer.group import Group
 from trainer.job import Job, load_job, make_job
@@ -89,6 +91,17 @@ def test_a_cap_of_hot_bytes_holds_in_a_sample_however_small(tmp_path: Path) -> N
     sampled = estimate_jobs({"main": job}, sample_bytes=100_000)["main"]
     assert sampled.sampled["cat_0"] < 0.02
     assert sampled.total().rows_hot == pytest.approx(summary.rows_hot, rel=0.15)
+
+
+def test_a_memory_folder_that_is_too_small_for_the_sample_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(estimate, "_MEMORY_FOLDER", str(tmp_path))
+    free = shutil.disk_usage(tmp_path).free
+    assert estimate._memory_folder(free // 2) == str(tmp_path)
+    assert estimate._memory_folder(2 * free) is None
+    monkeypatch.setattr(estimate, "_MEMORY_FOLDER", str(tmp_path / "absent"))
+    assert estimate._memory_folder(1) is None
 
 
 def test_jobs_estimated_together_are_as_they_are_alone() -> None:
