@@ -29,6 +29,7 @@ from trainer.evaluation import evaluate
 from trainer.group import Group
 from trainer.job import Job, steps_of, table_specs
 from trainer.lr_schedule import LearningRate, Schedule, schedule_in_steps
+from trainer.mask_report import total_stats
 from trainer.metrics import Metrics
 from trainer.models import build_model, logits_of
 from trainer.pass_ends import PassEnds
@@ -95,12 +96,13 @@ def run_worker(
                 " no row froze for idleness or rank; set embedding.advanced.reselect_every_samples below the samples"
                 " of the run"
             )
-        mask = run.watch.report(log.step, log, is_last=True)
         test = score(run, "test")
         log.scores("test", test)
+        mask = run.watch.report(log.step, log, is_last=True)
     wire = WireStats(*group.sums([getattr(store.wire_stats, name) for name in WireStats.__dataclass_fields__]))
     num_samples = group.sums([log.num_samples])[0]
-    return summarise_arm(store.stats().total(), wire, test, num_samples, log.train_s, log.wall_s, mask)
+    rows = total_stats(mask) if mask else store.stats().total()  # asked twice, shards have written files in between
+    return summarise_arm(rows, wire, test, num_samples, log.train_s, log.wall_s, mask)
 
 
 def train(run: Run, log: RunLog) -> None:

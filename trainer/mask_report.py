@@ -148,6 +148,14 @@ def _stats_document(stats: TableStats) -> dict[str, dict[str, int]]:
     }
 
 
+def total_stats(document: Mapping[str, Any]) -> TableStats:
+    """The figures of all tables that mask_document was made of."""
+    groups = {group: document["total"][group] for group in ("rows", "bytes", "moves")}
+    figures = {f"{group}_{name}": value for group, values in groups.items() for name, value in values.items()}
+    del figures["bytes_total"]  # a sum of others
+    return TableStats(**figures)
+
+
 def _traffic_document(traffic: Traffic) -> dict[str, int]:
     names = ("rows_pulled", "rows_default", "gradient_rows", "gradient_rows_saved", "bytes_push_saved")
     return {name: int(getattr(traffic, name)) for name in names}

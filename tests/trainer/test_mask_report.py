@@ -7,7 +7,7 @@ import pytest
 
 from embedding_server.spec import PolicySpec, TableSpec
 from embedding_server.store import NUM_HEAT_BANDS, MaskInfo, TableStats
-from tests.trainer.masks import counts, snapshot
+from tests.trainer.masks import FILM, USER, counts, snapshot
 from trainer.mask_report import (
     ControlReport,
     Snapshot,
@@ -15,6 +15,7 @@ from trainer.mask_report import (
     histogram_of,
     lower_edges,
     mask_document,
+    total_stats,
 )
 
 
@@ -56,6 +57,10 @@ def test_the_document_adds_up_tables_and_names_the_one_with_most_hot_rows():
     assert document["total"]["traffic"]["bytes_push_saved"] == 12_000
     assert document["largest_hot_table"] == {"table": "user", "share": 0.75}
     assert document["events"] == ["something"]
+
+
+def test_the_total_is_what_the_store_said():
+    assert total_stats(mask_document(snapshot())) == USER + FILM
 
 
 def test_what_a_table_lacks_is_null():
