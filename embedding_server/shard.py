@@ -101,7 +101,10 @@ class Shard:
         self._writer = writer
         self._temporary = data_dir is None
         self.data_dir = Path(tempfile.mkdtemp(prefix="frostline-")) if data_dir is None else Path(data_dir)
-        self.data_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            self.data_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidInput(f"data_dir={self.data_dir}: {error}; name a folder that can be made there") from None
         self._budget = MemoryBudget(memory_limit_bytes)
         self._tables: dict[str, Table] = {}
         self._threads = TableThreads(threads)

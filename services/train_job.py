@@ -43,7 +43,10 @@ def run_job(job: Job, show: Show, say: Say) -> dict[str, ArmSummary]:
     arms = job.arm_jobs()
     check_arms(arms)
     folder = job.trainer.output_dir / job.name
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(f"trainer.output_dir={job.trainer.output_dir}: {error}; name a folder for results") from None
     _clear(folder)
     (folder / "job.json").write_text(resolved_json(job) + "\n", encoding="utf-8")
     results: dict[str, ArmSummary] = {}

@@ -334,3 +334,9 @@ def test_nonsense_frostlines_are_refused(store: InprocStore, frostline: Frostlin
 def test_half_lives_that_no_step_number_can_be_divided_by_are_refused(half_life: float) -> None:
     with pytest.raises(ValueError, match="half_life_steps"):
         PolicySpec(kind="topk", half_life_steps=half_life)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidInput, match=r"data_dir=.*/file/segments: .*; name a folder that can be made there"):
+        Shard(data_dir=tmp_path / "file" / "segments")

@@ -95,6 +95,8 @@ def test_two_ray_workers_over_grpc_equal_one_process_in_every_arm(ray, tmp_path,
         assert local.rows_pushed < remote[arm].rows_pushed <= WORKERS * local.rows_pushed
         _expect_equal_masks(remote[arm].mask_info, local.mask_info)
         assert remote[arm].mask_info["total"]["traffic"]["gradient_rows"] == remote[arm].rows_pushed
+        for name in ("total", "hot", "state", "frozen", "index", "heat", "peak"):
+            assert remote[arm].mask_info["total"]["bytes"][name] == getattr(remote[arm], f"bytes_{name}")
     assert remote["full"].rows_frozen == 0
     assert remote["idle"].rows_frozen > 0
     assert [(p.arm, p.step, p.total_steps) for p in shown if p.step == p.total_steps] == [
@@ -183,6 +185,13 @@ def test_an_earlier_run_of_the_name_leaves_nothing_behind(tmp_path):
     with pytest.raises(InvalidInput, match="no_such"):
         run_job(broken, quiet, quiet)
     assert not (tmp_path / "tiny" / "summary.json").exists()
+
+
+def test_a_folder_for_results_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    job = job_of(tmp_path / "file", servers={"store": "inproc"}, trainer={"workers": 1})
+    with pytest.raises(InvalidInput, match=r"trainer\.output_dir=.*/file: .*; name a folder for results"):
+        run_job(job, quiet, quiet)
 
 
 def test_external_shards_serve_one_arm_only(tmp_path):
