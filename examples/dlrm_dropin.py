@@ -18,6 +18,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embedding_server.inproc import InprocStore
+from embedding_server.spec import PolicySpec
 from trainer.embedding import FrostlineEmbeddingBagCollection
 
 NUM_FEATURES, NUM_DENSE, DIM = 20, 8, 32
@@ -53,7 +54,8 @@ def main(num_steps: int = 100, batch_size: int = 512) -> float:
         for i, key in enumerate(KEYS)
     ]
     store = InprocStore()  # 1: where rows live; a RemoteStore of shard addresses works the same
-    collection = FrostlineEmbeddingBagCollection(tables=tables, store=store)  # 2: instead of EmbeddingBagCollection
+    policy = PolicySpec(kind="idle", idle_steps=40)  # the default of 200 steps is for runs that are not over by then
+    collection = FrostlineEmbeddingBagCollection(tables, store, policy=policy)  # 2: instead of EmbeddingBagCollection
     model = DLRM(collection, NUM_DENSE, dense_arch_layer_sizes=[64, DIM], over_arch_layer_sizes=[64, 1])
     optimizer = torch.optim.Adagrad(model.parameters(), lr=LEARNING_RATE)
     loss_fn = torch.nn.BCEWithLogitsLoss()

@@ -32,8 +32,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from embedding_server.errors import InvalidInput
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
-from embedding_server.store import EmbeddingStore, Identity, PushAck, UpdateMode
+from embedding_server.store import EmbeddingStore, Identity, Moves, PushAck, UpdateMode
 from trainer import kernels
+from trainer.advance import reselect, usual_steps_between
 from trainer.lookup_plan import LookupPlan
 from trainer.lookups import Lookups, Table
 from trainer.table_configs import specs_of_configs
@@ -54,6 +55,9 @@ class CollectionOptions(TypedDict, total=False):
     mode: UpdateMode  # of the epoch that is begun when no identity is given; "sync"
     identity: Identity  # this worker, after rank 0 called begin_epoch; without it an epoch of one worker is begun
     last_step: int  # with identity: what begin_epoch said; 0
+    #: steps between re-selections, which .step() makes; 0: none. By default half the shortest idle_steps, and none with
+    #: `identity`, for then other workers must wait for it
+    reselect_every: int
     num_threads: int  # for dedup, pooling and gradients; torch's number, at most 4
     device: torch.device | str  # of the output; rows are pooled on the CPU
 
@@ -105,6 +109,8 @@ class _Collection(torch.nn.Module):
         specs = specs_of_configs(configs, optimizer, policy, options.get("seed", 0), options.get("specs"))
         store.create_tables(specs)
         identity, last_step = options.get("identity"), options.get("last_step", 0)
+        usual = usual_steps_between(specs) if identity is None else None
+        self._reselect_every = _checked_steps(options.get("reselect_every", usual or 0))
         if identity is None:
             job = options.get("job", "default")
             info = store.begin_epoch(job, 1, options.get("mode", "sync"))
@@ -114,6 +120,8 @@ class _Collection(torch.nn.Module):
         self._plan = LookupPlan(tables, store, is_pooled, is_weighted, num_threads)
         decaying = {spec.name: spec.dim for spec in specs if spec.optimizer.weight_decay}
         self._steps = TrainingSteps(store, self._plan, identity, last_step, decaying)
+        self._store = store
+        self._reselected_step = last_step
         self._last_lookups: Lookups | None = None
 
     @property
@@ -132,9 +140,24 @@ class _Collection(torch.nn.Module):
     def step(self, learning_rate: float | None = None) -> PushAck:
         """Pushes the gradients of the oldest training forward that has not been pushed; nothing if it had no backward.
 
+        Every `reselect_every` steps it re-selects after that, or as soon as no step is prefetched.
         Errors: NotReady without such a forward; the store's. After an error the step is still open.
         """
-        return self._steps.step(self.learning_rate if learning_rate is None else learning_rate)
+        ack = self._steps.step(self.learning_rate if learning_rate is None else learning_rate)
+        is_due = self._reselect_every and ack.step - self._reselected_step >= self._reselect_every
+        if is_due and self._steps.is_between_steps:
+            self.reselect()
+        return ack
+
+    def reselect(self) -> dict[str, Moves]:
+        """Freezes, thaws and forgets rows of all tables of the job, as their policies say; what moved, by table.
+
+        Between two steps, by one worker while the others wait. NotReady if a step is open or prefetched.
+        """
+        step = self._steps.last_pulled_step
+        moves = reselect(self._store, self._steps.who, step)
+        self._reselected_step = step
+        return moves
 
     def take_gradients(self, learning_rate: float | None = None) -> StepGradients:
         """step() in two halves, for a loop that pushes in the background: take, then `push` from any thread."""
@@ -159,6 +182,12 @@ class _Collection(torch.nn.Module):
         weights = features.weights() if self._plan.is_weighted else None
         out: torch.Tensor = _PoolRows.apply(anchor, weights, lookups, opened)
         return out.to(self._device), lookups
+
+
+def _checked_steps(steps: int) -> int:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise InvalidInput(f"reselect_every={steps!r} must be a number of steps, or 0 for no re-selection of its own")
+    return steps
 
 
 class FrostlineEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterface):

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 from embedding_server.errors import InvalidInput
-from embedding_server.policy import frostline_at
 from embedding_server.store import EmbeddingStore, EpochInfo, Identity, WireStats
+from trainer import advance
 from trainer.data.batch import Batch, Reader
 from trainer.data.registry import open_reader
 from trainer.data.spec import Split
@@ -145,12 +145,7 @@ def reselect(run: Run, step: int) -> None:
     """All workers wait while worker 0 moves the frostlines. Their pushes are acknowledged; nobody has pulled ahead."""
     run.group.barrier()
     if run.group.is_first:
-        specs = run.store.table_specs()
-        frostlines = {
-            table: frostline_at(specs[table].policy, histogram, step)
-            for table, histogram in run.store.heat_histograms(run.who, step).items()
-        }
-        run.store.reselect(run.who, step, frostlines)
+        advance.reselect(run.store, run.who, step)
     run.group.barrier()
 
 

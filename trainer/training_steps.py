@@ -89,6 +89,16 @@ class TrainingSteps:
         self._ahead: deque[tuple[KeyedJaggedTensor, OpenStep]] = deque()
         self._open: deque[OpenStep] = deque()
 
+    @property
+    def last_pulled_step(self) -> int:
+        return self._pulled_step
+
+    @property
+    def is_between_steps(self) -> bool:
+        """No step is prefetched, and none waits for its push."""
+        with self._lock:
+            return not self._ahead and not self._open
+
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Pulls the rows of the next training forward, which must get the same `features` object."""
         opened = self._pull(features)

@@ -29,9 +29,9 @@ from benchmarks.quality.rivals import QuantisedStore, rival_bytes
 from benchmarks.quality.samples import MOVIELENS, Data, open_data
 from embedding_server.inproc import InprocStore
 from embedding_server.optimizers import num_state_columns
-from embedding_server.policy import frostline_at
 from embedding_server.spec import PolicySpec, TableSpec
 from embedding_server.store import Identity
+from trainer.advance import reselect
 from trainer.data.batch import Batch
 from trainer.embedding import FrostlineEmbeddingBagCollection
 
@@ -149,12 +149,7 @@ class CaseRun:
 
     def _reselect(self) -> None:
         self._note_bytes()
-        specs = self.store.table_specs()
-        frostlines = {
-            table: frostline_at(specs[table].policy, histogram, self.step)
-            for table, histogram in self.store.heat_histograms(self.who, self.step).items()
-        }
-        self.store.reselect(self.who, self.step, frostlines)
+        reselect(self.store, self.who, self.step)
         self._note_bytes()
 
     def _note_bytes(self) -> None:
