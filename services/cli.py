@@ -57,17 +57,20 @@ def main(
 def train(
     job_file: JobFile,
     settings: SettingsOption = None,
+    arms: Annotated[
+        list[str] | None, typer.Option("--arm", metavar="NAME", help="Only this arm of the job; may be repeated.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Trains every arm of a job and compares them."""
     console = wide_console(stderr=as_json)
     with errors_to_exit_status(console):
         from services.worker import set_environment
-        from trainer.job import load_job
+        from trainer.job import load_job, with_arms
 
         set_environment()
         quiet_torch()
-        job = load_job(job_file, settings or [])
+        job = with_arms(load_job(job_file, settings or []), arms or [])
         document = _train(job, console)
     if as_json:
         print(json.dumps(document))

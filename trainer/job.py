@@ -155,6 +155,17 @@ class Job(Section):
         return {arm: _arm_job(base, arm, changes) for arm, changes in self.arms.items()}
 
 
+def with_arms(job: Job, names: Sequence[str]) -> Job:
+    """The job with these of its arms only, in its order; with all of them if none is named."""
+    for name in names:
+        if name not in job.arms:
+            known = ", ".join(job.arms) or "none, it is trained as it stands"
+            raise InvalidInput(
+                f"arm {name!r} is not one of the job{did_you_mean(name, list(job.arms))} (arms: {known})"
+            )
+    return job.model_copy(update={"arms": {arm: job.arms[arm] for arm in job.arms if arm in names}}) if names else job
+
+
 def load_job(path: str | Path, settings: Sequence[str] = ()) -> Job:
     """Reads a YAML job file and lays `a.b=value` settings over it. Every arm is checked too."""
     path = Path(path)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.job import json_schema, load_job, make_job, resolved_json, steps_of, table_specs
+from embedding_server.errors import InvalidInput
+from trainer.job import json_schema, load_job, make_job, resolved_json, steps_of, table_specs, with_arms
 from trainer.overlay import apply_settings
 
 ROOT = Path(__file__).parents[2]
@@ -128,3 +129,13 @@ def test_the_schema_describes_every_field_with_its_unit() -> None:
     for section in (*sections, "AllTablesAdvanced", "ShareSchedule"):
         for field, described in schema["$defs"][section]["properties"].items():
             assert "description" in described or "$ref" in described, f"{section}.{field}"
+
+
+def test_some_arms_of_a_job() -> None:
+    job = load_job(ROOT / "examples" / "movielens.yaml")
+    assert list(with_arms(job, ["topk", "full"]).arm_jobs()) == ["full", "topk"]
+    assert with_arms(job, []) is job
+    with pytest.raises(InvalidInput, match="arm 'ful' is not one of the job.*did you mean 'full'"):
+        with_arms(job, ["ful"])
+    with pytest.raises(InvalidInput, match="arm 'full' .*none, it is trained as it stands"):
+        with_arms(make_job(minimal()), ["full"])
