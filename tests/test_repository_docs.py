@@ -109,7 +109,7 @@ def test_settings_in_the_documents_are_settings() -> None:
     named = [s for document in DOCUMENTS for s in re.findall(r"--set (\S+=\S+?)[\"`]?(?:\s|$)", text_of(document))]
     assert named
     for setting in named:
-        load_job(ROOT / "examples/movielens.yaml", [setting.rstrip('`".')])
+        load_job(ROOT / "examples/movielens.yaml", [setting.rstrip('`".,;')])
 
 
 def test_readme_knows_every_extra() -> None:
