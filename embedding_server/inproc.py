@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from embedding_server.errors import StoreUnavailable
+from embedding_server.segments import SETTLED_IN_A_STEP_BYTES
 from embedding_server.shard import Shard, ShardGradients
 from embedding_server.spec import TableSpec
 from embedding_server.store import (
@@ -145,6 +146,7 @@ class InprocStore(EmbeddingStore):
         return total
 
     def _maintain(self) -> None:
+        self._shard.settle(SETTLED_IN_A_STEP_BYTES)
         for _ in range(_MAX_SLICES):
             if not self._shard.maintain():
                 return

@@ -20,6 +20,7 @@ from embedding_server.freezing import freeze, thaw
 from embedding_server.index import Entries
 from embedding_server.policy import idle_until
 from embedding_server.ranking import entries_per_slice, split_at_frostline
+from embedding_server.segments import SETTLED_IN_A_STEP_BYTES
 from embedding_server.store import Frostline, Moves
 from embedding_server.table_pass import TablePass
 
@@ -46,6 +47,7 @@ class Reselection(TablePass):
             table.frostline = self._frostlines[table.spec.name]
         self._ranked = self._ranked_before = self._rare_left = 0
         table.catch_up()
+        table.settle_segments(SETTLED_IN_A_STEP_BYTES)
         table.segments.open_builder(self.step)
 
     def slice_entries(self, table: Table) -> int:

@@ -95,6 +95,10 @@ class SegmentWriter:
     def writing(self) -> SegmentBuilder | None:
         return None if self._write is None else self._write.builder
 
+    def withdraw(self, builder: SegmentBuilder) -> None:
+        """A waiting segment waits no more: its rows go into another."""
+        self._waiting.remove(builder)
+
     def enqueue(self, builder: SegmentBuilder) -> None:
         """The builder has at least one row and gets no more."""
         self._waiting.append(builder)
@@ -106,12 +110,18 @@ class SegmentWriter:
         if not self.has_pending:  # what failed to be written is needed no more, and nothing would clear the failure
             self._retry_s = self._retry_at = 0.0
 
-    def step(self) -> tuple[SegmentBuilder, MappedSegment] | None:
-        """Starts a write if none is under way, and returns a finished one with its mapped file, if any."""
+    def step(self, *, here: bool = False) -> tuple[SegmentBuilder, MappedSegment] | None:
+        """Starts a write if none is under way, and returns a finished one with its mapped file, if any.
+
+        here: for a caller who waits, in its own thread, unless the executor has begun: other tables use it too.
+        """
+        if here and self._write is not None and self._write.done.cancel():
+            self._waiting.appendleft(self._write.builder)
+            self._write = None
         if self._write is None:
             if not self.can_step:
                 return None
-            self._write = self._start(self._waiting.popleft())
+            self._write = self._start(self._waiting.popleft(), None if here else self._executor)
         write = self._write
         if not write.done.done():
             return None
@@ -126,12 +136,12 @@ class SegmentWriter:
         self._retry_s = self._retry_at = 0.0
         return write.builder, mapped
 
-    def _start(self, builder: SegmentBuilder) -> _Write:
+    def _start(self, builder: SegmentBuilder, executor: Executor | None) -> _Write:
         path = self.directory / f"{self._prefix}-{self._next_file:08d}.safetensors"
         self._next_file += 1
         arguments = (path, builder.format, builder.frozen_step, builder.arrays())
-        if self._executor is not None:
-            return _Write(builder, self._executor.submit(_write_and_map, *arguments))
+        if executor is not None:
+            return _Write(builder, executor.submit(_write_and_map, *arguments))
         done: Future[MappedSegment] = Future()
         try:
             done.set_result(_write_and_map(*arguments))
@@ -166,7 +176,7 @@ class SegmentWriter:
 
     def close(self) -> None:
         """Waits for the write under way. Waiting segments are not written."""
-        if self._write is not None and self._write.done.exception() is None:
+        if self._write is not None and not self._write.done.cancel() and self._write.done.exception() is None:
             self._write.done.result().close()
         self._write = None
         self._waiting.clear()

@@ -3,7 +3,8 @@
 The life of a segment:
 
     growing   append() fills a buffer; it ends with seal(), at 256 MiB or 2^23-1 rows, or when a bucket is lower
-    sealed    the buffer waits for its file                     (segment_builder.py, segment_writer.py)
+    sealed    the buffer waits for its file, and small ones of several passes become one meanwhile (`unite_small`)
+                                                                (segment_builder.py, segment_writer.py)
     written   file on disk, mapped, buffer given back           (segment_file.py, segment_reader.py)
     gone      merged into another (segment_merge.py), or its last row died: unmapped, file deleted
 
@@ -41,6 +42,11 @@ Moved = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 
 #: Crowded: more segments than this wait for their file though they are not full, or fewer slots than this are free.
 MAX_SMALL_WAITING, LEAST_FREE_SLOTS = 16, MAX_SLOTS // 4
+#: Rows of a segment of fewer bytes are copied in memory, in about 1 ms, rather than get a file of their own.
+SMALL_BYTES = 256 << 10
+#: settle_slice's max_bytes, of one table: in a step or re-selection, which go on at once; and before figures are read.
+SETTLED_IN_A_STEP_BYTES, SETTLED_IN_A_REPORT_BYTES = 1 << 20, 16 << 20
+MAX_SCATTERED = 4  # at more small segments than this it is worth to make one of them also between two writes
 
 
 class SegmentSet:
@@ -49,7 +55,7 @@ class SegmentSet:
     Thread safety: one thread at a time calls everything here; only a file's writing may run in another (`executor`).
     Invariants:
     1. A location stays valid until its row is marked dead or `moved` names its new one, whatever is written meanwhile.
-    2. Addresses stay valid until the next write_pending, merge_slice or close.
+    2. Addresses stay valid until the next unite_small, write_pending, settle_slice, merge_slice or close.
     3. A segment slot is free, or has exactly one of a builder (growing or sealed) and a mapped file.
     4. Appends leave one slot free, so that a merge can always start.
     """
@@ -250,22 +256,64 @@ class SegmentSet:
 
     # Writing --------------------------------------------------------------------------------------------------------
 
-    def write_pending(self) -> bool:
+    @property
+    def is_being_written(self) -> bool:
+        """The executor writes a segment of this set, or soon will: write_pending has more to do after it."""
+        return self._writer.writing is not None
+
+    @property
+    def is_scattered(self) -> bool:
+        """So many small segments wait for their file that unite_small is worth it: each takes whole pages."""
+        return len(self._writer.waiting) > MAX_SCATTERED and sum(map(_is_small, self._writer.waiting)) > MAX_SCATTERED
+
+    def unite_small(self, is_live: IsLive, moved: Moved) -> bool:
+        """Makes one of the small segments of each format that wait for their file. True if there were several.
+
+        Where every step freezes some rows, each time makes a segment, whose header and bucket_offsets would take more
+        bytes than its rows.
+        """
+        found = False
+        for bits in self.formats:
+            small = [b for b in self._writer.waiting if b.format.bits == bits and _is_small(b)]
+            ends = np.cumsum([builder.num_rows for builder in small], dtype=np.int64)
+            small = small[: int(np.searchsorted(ends, self._capacity[bits], side="right"))]
+            if len(small) > 1 and len(self._builders) + len(self._mapped) < MAX_SLOTS:
+                self._unite(small, is_live, moved)
+                found = True
+        return found
+
+    def _unite(self, small: list[SegmentBuilder], is_live: IsLive, moved: Moved) -> None:
+        slots = np.array([builder.slot for builder in small], np.int64)
+        offsets = np.stack([builder.arrays().bucket_offsets for builder in small]).astype(np.int64)
+        output = self._new_builder(small[0].format.bits, max(builder.frozen_step for builder in small))
+        merge = Merge(slots, offsets, output)
+        while not merge.is_copied:
+            self._copy_live(output, merge.next_slice(), is_live, moved)
+        for builder in small:
+            self._writer.withdraw(builder)
+        if output.num_rows:
+            self._writer.enqueue(output)
+        else:
+            self._drop(output.slot)
+        for builder in small:
+            self._drop(builder.slot)
+
+    def write_pending(self, *, here: bool = False) -> bool:
         """Writes a sealed segment (or starts, or finishes, its writing by the executor); drops a wholly dead segment.
 
-        True: something was done, call again. False: nothing can be done now, though the executor may be writing or a
-        failed write may wait for its next try.
+        here: writes before it returns, executor or not. True: something was done, call again. False: nothing can be
+        done now, though the executor may be writing or a failed write may wait for its next try.
         """
         dropped = self._drop_dead()
         could_step = self._writer.can_step
-        finished = self._writer.step()
+        finished = self._writer.step(here=here)
         if finished is not None:
             builder, mapped = finished
             del self._builders[builder.slot]
             self._mapped[builder.slot] = mapped
             self._reader.set_file(builder.slot, mapped)
             builder.close()
-        return dropped or (could_step and not self._writer.is_failing)
+        return dropped or finished is not None or (could_step and not self._writer.is_failing)
 
     @property
     def is_crowded(self) -> bool:
@@ -273,16 +321,36 @@ class SegmentSet:
         small = sum(builder.room > 0 for builder in self._writer.waiting)
         return small > MAX_SMALL_WAITING or self._free_slots < LEAST_FREE_SLOTS
 
-    def catch_up(self, is_live: IsLive, moved: Moved) -> None:
-        """Writes and merges all that is due before it returns, as merge_slice does; less if the disk fails."""
-        self.flush()
-        while self.needs_merge():
-            self.merge_slice(is_live, moved)
-            self.flush()
+    def settle_slice(self, is_live: IsLive, moved: Moved, max_bytes: int | None = None) -> bool:
+        """Does a part of all that is due before it returns: unites, writes, merges. True: call again.
+
+        max_bytes: of rows to write, or to merge, at a time; False also if more of them wait, or if the disk fails.
+        """
+        if self.unite_small(is_live, moved):
+            return True
+        if max_bytes is not None and self._bytes_to_write > max_bytes:
+            return False
+        if self.write_pending(here=True) or self._writer.wait():
+            return True
+        if not self.needs_merge() or (max_bytes is not None and self._bytes_to_merge > max_bytes):
+            return False
+        self.merge_slice(is_live, moved)
+        return True
+
+    @property
+    def _bytes_to_write(self) -> int:
+        writing = [] if self._writer.writing is None else [self._writer.writing]
+        return sum(builder.num_rows * builder.format.unit_bytes for builder in (*self._writer.waiting, *writing))
+
+    @property
+    def _bytes_to_merge(self) -> int:
+        """Of the segments of the merge under way or due."""
+        slots = self._plan_merge().tolist() if self._merge is None else [*self._merge.left, self._merge.output.slot]
+        return int(self._rows[slots].sum()) * max(fmt.unit_bytes for fmt in self.formats.values())
 
     def flush(self) -> None:
         """Returns when every sealed segment is written, or a write fails: for a caller who needs the memory now."""
-        while self.write_pending() or self._writer.wait():
+        while self.write_pending(here=True) or self._writer.wait():
             pass
 
     # Merging --------------------------------------------------------------------------------------------------------
@@ -416,3 +484,7 @@ class SegmentSet:
             self._reader.clear(slot)
         self._builders, self._mapped, self._growing, self._merge = {}, {}, {}, None
         self._rows[:] = self._dead[:] = 0
+
+
+def _is_small(builder: SegmentBuilder) -> bool:
+    return builder.num_rows * builder.format.unit_bytes < SMALL_BYTES

@@ -36,6 +36,7 @@ from embedding_server.kernels import choose_backend
 from embedding_server.pushes import Push, ShardGradients, check_parts, check_wire_dtype, default_update, update_of
 from embedding_server.request_checks import RequestChecks
 from embedding_server.scores import check_score
+from embedding_server.segments import SETTLED_IN_A_REPORT_BYTES
 from embedding_server.slots import MemoryBudget
 from embedding_server.spec import TableSpec, differing_fields
 from embedding_server.steps import JobSteps
@@ -451,7 +452,19 @@ class Shard:
             self._checks.ids(name, row_ids)
             self._tables[name].prefetch(row_ids)
 
+    def settle(self, max_bytes: int = SETTLED_IN_A_REPORT_BYTES) -> None:
+        """Finishes the background work on the segments of every table that has no more than max_bytes of it."""
+        for table in self._tables.values():
+            table.settle_segments(max_bytes)
+
+    @property
+    def is_being_written(self) -> bool:
+        """The writer has work of this shard: maintain has more to do once it is done."""
+        return any(table.segments.is_being_written for table in self._tables.values())
+
     def stats(self) -> StoreStats:
+        """Of settled tables, so that figures do not depend on how far the background work is."""
+        self.settle()
         return StoreStats({name: table.stats() for name, table in self._tables.items()}, list(self._events))
 
     def fixed_bytes(self) -> dict[str, tuple[int, int]]:
@@ -461,8 +474,10 @@ class Shard:
     def mask_slice(self, first_bucket: int) -> tuple[dict[str, MaskInfo], int]:
         """What is hot and what is frozen: parts that add up, each of as many buckets as fit a bounded call.
 
-        Returns the next first_bucket, NUM_BUCKETS when all are counted.
+        Returns the next first_bucket, NUM_BUCKETS when all are counted. The first part settles the tables, as stats.
         """
+        if first_bucket == 0:
+            self.settle()
         return self._advances.mask_slice(first_bucket)
 
     def maintain(self) -> bool:

@@ -388,7 +388,7 @@ class Table:
         """One bounded slice of compaction, segment writing or merging. True if more is waiting."""
         if self.slots.target is not None:
             compaction.move_slice(self)
-        elif self.segments.write_pending():
+        elif self.segments.unite_small(self._is_live, self._moved) or self.segments.write_pending():
             self.record_memory()
         elif self.segments.needs_merge():
             self.segments.merge_slice(self._is_live, self._moved)
@@ -400,8 +400,15 @@ class Table:
     def catch_up(self) -> None:
         """Does the background work of segments now if it fell far behind, as it does where every step freezes some
         rows: each time makes a small segment, and when their slots are used up nothing more can freeze."""
+        if self.segments.is_scattered and self.segments.unite_small(self._is_live, self._moved):
+            self.record_memory()
         if self.segments.is_crowded:
-            self.segments.catch_up(self._is_live, self._moved)
+            self.settle_segments(None)
+
+    def settle_segments(self, max_bytes: int | None) -> None:
+        """Brings the segments to where the background work would bring them in time, unless that is more than
+        max_bytes of writing, or of merging, at a time. So the bytes of a small table do not depend on timing."""
+        while self.segments.settle_slice(self._is_live, self._moved, max_bytes):
             self.record_memory()
 
     def _is_live(self, row_ids: np.ndarray, locations: np.ndarray) -> np.ndarray:

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 MAX_REQUESTS_BETWEEN_SLICES = 64
 #: with nothing to do, how often maintain() is asked all the same: it retries writes that failed
 IDLE_MAINTAIN_S = 1.0
+#: likewise while a segment is being written: what waits for it (the next one, a merge) should not wait for longer
+WRITING_MAINTAIN_S = 0.02
 
 Work = Callable[[Shard], Any]
 
@@ -59,7 +61,7 @@ class ShardExecutor:
             try:
                 if since_slice >= MAX_REQUESTS_BETWEEN_SLICES:
                     raise queue.Empty
-                item = self._queue.get(block=not more_background, timeout=None if more_background else IDLE_MAINTAIN_S)
+                item = self._queue.get(block=not more_background, timeout=self._idle_s())
             except queue.Empty:
                 more_background = self._maintain()
                 since_slice = 0
@@ -70,6 +72,9 @@ class ShardExecutor:
             since_slice += 1
             more_background = True
         self._shard.close()
+
+    def _idle_s(self) -> float:
+        return WRITING_MAINTAIN_S if self._shard.is_being_written else IDLE_MAINTAIN_S
 
     def _run_one(self, work: Work, done: Future) -> None:
         if not done.set_running_or_notify_cancel():

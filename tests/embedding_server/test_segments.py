@@ -748,6 +748,85 @@ def test_executor_writes_while_the_set_goes_on(tmp_path, gated_disk):
         harness.segments.close()
 
 
+def test_small_segments_become_one_before_they_are_written(tmp_path):
+    harness = Harness(tmp_path, capacity=500)
+    for number in range(6):
+        harness.freeze(np.arange(40 * number, 40 * number + 40), seed=number)
+        harness.segments.seal()
+    harness.thaw(range(30))
+    before = harness.segments.bytes_in_memory
+    assert harness.segments.num_segments == 6
+    assert harness.segments.is_scattered
+    assert harness.segments.unite_small(harness.is_live, harness.moved) is True
+    assert harness.segments.unite_small(harness.is_live, harness.moved) is False
+    assert not harness.segments.is_scattered
+    harness.check()
+    assert (harness.segments.num_segments, harness.segments.rows_dead) == (1, 0)
+    assert harness.segments.bytes_in_memory < before / 2
+    harness.settle()
+    harness.check()
+    assert len(harness.files()) == 1
+    harness.segments.close()
+
+
+def test_small_segments_whose_rows_all_died_unite_to_nothing(harness):
+    for number in range(3):
+        harness.freeze(np.arange(10 * number, 10 * number + 10))
+        harness.segments.seal()
+    harness.thaw(range(30))
+    assert harness.segments.unite_small(harness.is_live, harness.moved) is True
+    assert harness.segments.num_segments == 0
+    assert harness.segments.bytes_used == 0
+    harness.settle()
+    assert harness.files() == []
+
+
+def test_united_segments_fit_their_capacity(tmp_path):
+    harness = Harness(tmp_path, capacity=50)
+    for number in range(3):
+        harness.freeze(np.arange(20 * number, 20 * number + 20), seed=number)
+        harness.segments.seal()
+    assert harness.segments.unite_small(harness.is_live, harness.moved) is True
+    harness.check()
+    assert harness.segments.num_segments == 2
+    harness.settle()
+    harness.check()
+    harness.segments.close()
+
+
+def test_segments_of_no_small_size_are_left_to_the_writer(harness, monkeypatch):
+    monkeypatch.setattr("embedding_server.segments.SMALL_BYTES", 10 * FORMATS[8].unit_bytes)
+    for number in range(3):
+        harness.freeze(np.arange(10 * number, 10 * number + 10))
+        harness.segments.seal()
+    assert harness.segments.unite_small(harness.is_live, harness.moved) is False
+    assert harness.segments.num_segments == 3
+
+
+def test_settling_writes_here_while_the_executor_is_busy_elsewhere(tmp_path):
+    """Its thread is shared by the tables of a shard: a large segment of another may take a second."""
+    gate = threading.Event()
+    with ThreadPoolExecutor(1) as executor:
+        other = executor.submit(gate.wait, 60)
+        harness = Harness(tmp_path, capacity=500, executor=executor)
+        for number in range(3):
+            harness.freeze(np.arange(20 * number, 20 * number + 20), seed=number)
+            harness.segments.seal()
+            assert harness.segments.write_pending() is (number == 0)
+        while harness.segments.settle_slice(harness.is_live, harness.moved, 59 * FORMATS[8].unit_bytes):
+            pass
+        assert harness.files() == []  # more than it may write
+        while harness.segments.settle_slice(harness.is_live, harness.moved, 1 << 20):
+            pass
+        harness.check()
+        assert harness.segments.bytes_in_memory == 0
+        assert not harness.segments.needs_merge()
+        assert len(harness.files()) == 1
+        assert not other.done()
+        gate.set()
+        harness.segments.close()
+
+
 def test_segment_that_dies_while_it_is_written(tmp_path, gated_disk):
     with ThreadPoolExecutor(1) as executor:
         harness = Harness(tmp_path, executor=executor)

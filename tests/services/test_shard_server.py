@@ -312,6 +312,8 @@ def test_two_servers_do_not_share_a_port(serve: Serve) -> None:
 class CountingShard:
     """What ShardExecutor needs of a Shard: it counts its background slices."""
 
+    is_being_written = False
+
     def __init__(self) -> None:
         self.slices = 0
         self.is_closed = False
