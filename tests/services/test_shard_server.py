@@ -20,7 +20,7 @@ from frostline.v1 import embedding_pb2 as pb
 from frostline.v1 import embedding_pb2_grpc as pb_grpc
 from services import tensor_codec
 from services.admission import Limits
-from services.shard_executor import ShardExecutor
+from services.shard_executor import IDLE_MAINTAIN_S, ShardExecutor
 from services.shard_server import LOOKUP_SERVICE, SHARD_SERVICE
 
 Serve = Callable[..., list[str]]
@@ -333,6 +333,23 @@ def test_background_work_runs_while_requests_keep_coming() -> None:
     assert results[-1].result(TIMEOUT_S) >= 3
     executor.close()
     assert shard.is_closed
+
+
+def test_what_waits_for_a_write_is_tried_again_soon() -> None:
+    class Writing(CountingShard):
+        is_being_written = True
+        several: Future = Future()
+
+        def maintain(self) -> bool:
+            self.slices += 1
+            if self.slices == 10:
+                self.several.set_result(time.monotonic())
+            return False
+
+    start_s = time.monotonic()
+    executor = ShardExecutor(Writing())  # type: ignore[arg-type]
+    assert Writing.several.result(TIMEOUT_S) - start_s < 9 * IDLE_MAINTAIN_S / 2
+    executor.close()
 
 
 def test_work_whose_caller_has_gone_is_skipped() -> None:

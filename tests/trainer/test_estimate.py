@@ -54,9 +54,7 @@ def synthetic(policy: str, **embedding: Any) -> Job:
 
 
 def run(job: Job, folder: Path) -> ArmSummary:
-    """Segments are written within the call that fills them: with tables this small, headers of those that wait to be
-    merged would weigh as much as the rows."""
-    store = InprocStore(memory_limit_bytes=job.servers.memory_limit_bytes, writes_in_background=False)
+    store = InprocStore(memory_limit_bytes=job.servers.memory_limit_bytes)
     try:
         return run_worker(job, "main", store, Group(), folder, lambda progress: None)
     finally:
