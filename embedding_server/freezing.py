@@ -15,7 +15,7 @@ import numpy as np
 
 from embedding_server.errors import SegmentCorrupt
 from embedding_server.index import INITIAL, Entries
-from embedding_server.kernels.frozen import choose_bits, quantise
+from embedding_server.kernels.frozen import NEAREST, choose_bits, quantise, rounding_keys
 from embedding_server.optimizers import decode_accumulator, encode_accumulator
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def can_freeze_now(table: Table, rows: int) -> bool:
     return not table.segments.is_write_failing and table.segments.can_append(rows)
 
 
-def freeze(table: Table, entries: Entries) -> tuple[int, int]:
+def freeze(table: Table, entries: Entries, step: int) -> tuple[int, int]:
     """Freezes hot rows, given in bucket order. Returns (frozen, unfreezable).
 
     Every index entry flips only after its row lies in the segment's buffer, which serves reads at once.
@@ -43,7 +43,7 @@ def freeze(table: Table, entries: Entries) -> tuple[int, int]:
     for start in range(0, bits.shape[0], _ROWS_AT_ONCE):
         part = slice(start, start + _ROWS_AT_ONCE)
         slots = entries.locations[part].astype(np.int32)
-        bits[part] = _freeze_part(table, entries.row_ids[part], entries.addresses[part], slots)
+        bits[part] = _freeze_part(table, entries.row_ids[part], entries.addresses[part], slots, step)
         table.slots.give_back(slots[bits[part] != 0])
     frozen = int(np.count_nonzero(bits))
     table.generation += 1
@@ -52,20 +52,24 @@ def freeze(table: Table, entries: Entries) -> tuple[int, int]:
     return frozen, bits.shape[0] - frozen
 
 
-def _freeze_part(table: Table, row_ids: np.ndarray, entry_addresses: np.ndarray, slots: np.ndarray) -> np.ndarray:
+def _freeze_part(
+    table: Table, row_ids: np.ndarray, entry_addresses: np.ndarray, slots: np.ndarray, step: int
+) -> np.ndarray:
     """Copies rows into segments and flips their entries. Returns uint8[n]: the bits that each took, 0: it stays hot."""
     weights, state = table.read_hot(slots)
     accumulators = encode_accumulator(table.spec, state)
     visits = table.visits.array[slots, 0]
     bits = choose_bits(weights, table.spec.policy.frozen_bits)
+    is_at_random = table.spec.policy.freeze_rounding == "stochastic"
     for wanted in table.segments.formats:
-        at = np.flatnonzero(bits == wanted)
-        if at.shape[0] == bits.shape[0]:
-            rows = row_ids, quantise(weights, wanted), accumulators, visits
-            table.index.set_locations(entry_addresses, table.segments.append(*rows, bits=wanted))
-        elif at.shape[0]:
-            rows = row_ids[at], quantise(weights[at], wanted), accumulators[at], visits[at]
-            table.index.set_locations(entry_addresses[at], table.segments.append(*rows, bits=wanted))
+        rows = np.flatnonzero(bits == wanted)
+        if not rows.shape[0]:
+            continue
+        at = slice(None) if rows.shape[0] == bits.shape[0] else rows  # most often all take the same: nothing is copied
+        keys = rounding_keys(row_ids[at], step) if is_at_random else NEAREST
+        stored = quantise(weights[at], wanted, keys)
+        locations = table.segments.append(row_ids[at], stored, accumulators[at], visits[at], bits=wanted)
+        table.index.set_locations(entry_addresses[at], locations)
     return bits
 
 

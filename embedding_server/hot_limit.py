@@ -175,20 +175,20 @@ def _freeze_round(table: Table, rows: int, step: int, generosity: int, *, contro
         ties -= num_ties
         chosen = entries.heat < code
         chosen[at[:num_ties]] = True
-        frozen += _freeze(table, entries.take(np.flatnonzero(chosen)[: wanted - frozen]))
+        frozen += _freeze(table, entries.take(np.flatnonzero(chosen)[: wanted - frozen]), step)
         table.limit_bucket = last % NUM_BUCKETS
         if frozen >= wanted or not can_freeze_now(table, 1):
             break
     return wanted < total and can_freeze_now(table, 1)
 
 
-def _freeze(table: Table, entries: Entries) -> int:
+def _freeze(table: Table, entries: Entries, step: int) -> int:
     """Freezes rows before they are idle; those that policy compact would have forgotten are remembered to be there."""
     if not entries.row_ids.shape[0]:
         return 0
     policy = table.spec.policy
     visits = table.visits.array[entries.locations, 0]
-    frozen, _ = freeze(table, entries)
+    frozen, _ = freeze(table, entries, step)
     table.moves_frozen_limit += frozen
     if frozen and policy.kind == "compact" and (visits < policy.forget_below).any():
         table.has_rare_frozen = True

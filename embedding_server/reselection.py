@@ -104,6 +104,5 @@ class Reselection(TablePass):
         self._ranked_before += split.rows_kept
         return Moves(frozen, thawed, unfreezable)
 
-    @staticmethod
-    def _freeze(table: Table, entries: Entries) -> tuple[int, int]:
-        return freeze(table, entries) if entries.row_ids.shape[0] else (0, 0)
+    def _freeze(self, table: Table, entries: Entries) -> tuple[int, int]:
+        return freeze(table, entries, self.step) if entries.row_ids.shape[0] else (0, 0)

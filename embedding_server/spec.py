@@ -75,6 +75,11 @@ class PolicySpec(_Spec):
     frozen_bits: Literal[4, 8, 16, 32] = Field(
         4, description="bits per value of a frozen row; 8 where 4 would damage it"
     )
+    freeze_rounding: Literal["nearest", "stochastic"] = Field(
+        "nearest",
+        description="how a row is rounded to frozen_bits; stochastic: up or down at random, right on average, so that "
+        "small updates between two freezes are not lost",
+    )
     hot_bits: Literal[16, 32] = Field(32, description="bits per weight of a hot row; 16: float16, stochastic rounding")
     min_count: int = Field(1, ge=1, le=255, description="visits after which an ID gets a row of its own")
     forget_below: int = Field(

@@ -73,6 +73,7 @@ class AdvancedPolicy(Section):
     select: Literal["topk", "random", "score"] = _as_in(PolicySpec, "select")
     score: str = _as_in(PolicySpec, "score")
     hot_bits: Literal[16, 32] = _as_in(PolicySpec, "hot_bits")
+    freeze_rounding: Literal["nearest", "stochastic"] = _as_in(PolicySpec, "freeze_rounding")
     probation_visits: int = _as_in(PolicySpec, "probation_visits")
     half_life_samples: int = Field(500_000, ge=1, description="samples after which a visit counts half in the heat")
     schedule: ShareSchedule = ShareSchedule()
@@ -159,6 +160,7 @@ class TableKnobs(Section):
             hot_bytes=self.hot_bytes,
             frozen_bits=self.frozen_bits,
             hot_bits=advanced.hot_bits,
+            freeze_rounding=advanced.freeze_rounding,
             min_count=min_count,
             forget_below=self.forget_below,
             epoch_end=advanced.epoch_end,

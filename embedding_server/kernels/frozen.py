@@ -23,11 +23,21 @@ How far a value may be off after reading, r = max - min of the row (tests compar
               r / 510 + min(r, 1e-8) + 2^-22 max|w|
     16    2^-11 |w|, or 2^-25 where that is less
     32    0
+Rounded at random (`rounding_keys`), a code is floor((w - bias) / scale + u), clipped before u is added, u uniform in
+[0, 1): one of the two neighbours, so a whole scale off where the nearest is half of one:
+    4     |scale| + 15 * 2^-11 |scale| + |m - min| + 2^-20
+    8     r / 255 + min(r, 1e-8) + 2^-22 max|w|
+    16    2^-10 |w|, or 2^-24 where that is less
+and right on average, so that updates of less than half a scale are not lost at every freeze. The bias that is left: u
+has 16 bits, which gives 2^-16 |scale|; clipping 4 bits gives 15 * 2^-11 |scale| + |m - min|, to the row's ends alone.
+A value on the grid stays: constant rows come back as with the nearest.
+
 Reading never gives infinity or NaN: |code * scale + bias| <= 15 * 8001 + 60,016 for 4 bits, and at most the row's own
 largest value plus one rounding for 8 bits, whose range is finite.
 
 `bits` uint8[n] is a row's format; other shapes as in cpu.py. Compared with frozen_reference.py and FBGEMM in tests.
-numba's cache knows the time stamp of this file only: after a change to wire.py, touch this file too.
+numba's cache knows the time stamp of this file only: after a change to wire.py, half_rows.py or hashing.py, touch this
+file too.
 """
 
 from __future__ import annotations
@@ -36,6 +46,8 @@ import numpy as np
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
+from embedding_server.kernels.half_rows import round_row
+from embedding_server.kernels.hashing import hash_row_id, mix64
 from embedding_server.kernels.kernel import array, kernel, pointer, prefetch, view
 from embedding_server.kernels.wire import MODES, bits_to_f32, f16_to_f32, f32_to_bits, f32_to_f16, store
 
@@ -54,6 +66,11 @@ _FBGEMM_EPSILON = np.float32(1e-8)
 # Adding 2^23 to a float32 in [0, 2^22] rounds it to the nearest integer, ties to even, and leaves that in the low bits:
 # the rounding of lrintf, in one addition that vectorises.
 _ROUND = np.float32(8388608.0)
+_GOLDEN, _M1, _M2 = np.uint32(0x9E3779B9), np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
+_S15, _S16, _LOW_HALF = np.uint32(15), np.uint32(16), np.uint32(0xFFFF)
+_TO_UNIT = np.float32(2.0**-16)
+#: no keys: rounds to the nearest
+NEAREST = np.empty(0, np.uint32)
 
 
 def row_bytes(bits: int, dim: int) -> int:
@@ -124,6 +141,35 @@ def choose_bits(weights: np.ndarray, wanted: int) -> np.ndarray:
 # ---- quantise -------------------------------------------------------------------------------------------------------
 
 
+@kernel(types.void(view(_I64), _I64, array(types.uint32)))
+def _fill_keys(row_ids, step, out):
+    for i in range(row_ids.size):
+        out[i] = np.uint32(mix64(hash_row_id(row_ids[i]) + np.uint64(step)) >> np.uint64(32))
+
+
+def rounding_keys(row_ids: np.ndarray, step: int) -> np.ndarray:
+    """int64[n] -> uint32[n]: what the random bits come from with which rows that freeze at a step are rounded."""
+    keys = np.empty(len(row_ids), np.uint32)
+    _fill_keys(row_ids, step, keys)
+    return keys
+
+
+@njit(inline="always")
+def _random_pair(key, pair):
+    """u of columns 2 pair and 2 pair + 1: the halves of Wellons' lowbias32 over key + pair * golden ratio."""
+    x = np.uint32(key + np.uint32(np.uint32(pair) * _GOLDEN))
+    x = np.uint32(np.uint32(x ^ (x >> _S16)) * _M1)
+    x = np.uint32(np.uint32(x ^ (x >> _S15)) * _M2)
+    x = np.uint32(x ^ (x >> _S16))
+    return np.float32(np.int32(x & _LOW_HALF)) * _TO_UNIT, np.float32(np.int32(x >> _S16)) * _TO_UNIT
+
+
+@njit(fastmath={"nnan", "nsz"})
+def _code_at_random(value, low, inverse, last, u):
+    """0 to last; last + u is exact in float32, so that it never reaches last + 1."""
+    return np.uint8(np.int32(min(max((value - low) * inverse, np.float32(0.0)), last) + u))
+
+
 @njit
 def _put_float32(row, at, value):
     bits = f32_to_bits(value)
@@ -171,9 +217,9 @@ def _code_4bit(value, low, inverse):
     return np.uint8(f32_to_bits(clipped + _ROUND) & np.uint32(0xFF))
 
 
-@kernel(types.void(view(_F32, 2), array(_U8, 2)))
-def quantize_4bit(weights, out):
-    """float32[n, D] that 4 bits hold -> uint8[n, D/2+4], byte for byte as FloatToFusedNBitRowwiseQuantizedSBHalf."""
+@kernel(types.void(view(_F32, 2), view(types.uint32), array(_U8, 2)))
+def quantize_4bit(weights, keys, out):
+    """float32[n, D] that 4 bits hold -> uint8[n, D/2+4]; without keys as FloatToFusedNBitRowwiseQuantizedSBHalf."""
     half = weights.shape[1] // 2
     for i in range(weights.shape[0]):
         row = weights[i]
@@ -181,48 +227,67 @@ def quantize_4bit(weights, out):
         low, high = _minimum_and_maximum(row)
         low = f16_to_f32(f32_to_f16(low))
         scale, inverse = _scale_4bit(low, high)
-        for d in range(half):
-            even, odd = _code_4bit(row[2 * d], low, inverse), _code_4bit(row[2 * d + 1], low, inverse)
-            target[d] = even | np.uint8(odd << np.uint8(4))
+        if keys.size:
+            for d in range(half):
+                u, v = _random_pair(keys[i], d)
+                even = _code_at_random(row[2 * d], low, inverse, _15, u)
+                odd = _code_at_random(row[2 * d + 1], low, inverse, _15, v)
+                target[d] = even | np.uint8(odd << np.uint8(4))
+        else:
+            for d in range(half):
+                even, odd = _code_4bit(row[2 * d], low, inverse), _code_4bit(row[2 * d + 1], low, inverse)
+                target[d] = even | np.uint8(odd << np.uint8(4))
         _put_float16(target, half, scale)
         _put_float16(target, half + 2, low)
 
 
-@kernel(types.void(view(_F32, 2), array(_U8, 2)))
-def quantize_8bit(weights, out):
-    """float32[n, D] finite -> uint8[n, D+8], byte for byte as FBGEMM's FloatToFused8BitRowwiseQuantized."""
+@kernel(types.void(view(_F32, 2), view(types.uint32), array(_U8, 2)))
+def quantize_8bit(weights, keys, out):
+    """float32[n, D] finite -> uint8[n, D+8]; without keys as FBGEMM's FloatToFused8BitRowwiseQuantized."""
     dim = weights.shape[1]
     for i in range(weights.shape[0]):
         row = weights[i]
         target = out[i]
         low, high = _minimum_and_maximum(row)
         inverse = _255 / ((high - low) + _FBGEMM_EPSILON)
-        for d in range(dim):
-            target[d] = np.uint8(f32_to_bits((row[d] - low) * inverse + _ROUND) & np.uint32(0xFF))
+        if keys.size:
+            for d in range(dim // 2):
+                u, v = _random_pair(keys[i], d)
+                target[2 * d] = _code_at_random(row[2 * d], low, inverse, _255, u)
+                target[2 * d + 1] = _code_at_random(row[2 * d + 1], low, inverse, _255, v)
+        else:
+            for d in range(dim):
+                target[d] = np.uint8(f32_to_bits((row[d] - low) * inverse + _ROUND) & np.uint32(0xFF))
         _put_float32(target, dim, (high - low) / _255)
         _put_float32(target, dim + 4, low)
 
 
-@kernel(types.void(view(_F32, 2), array(types.uint16, 2)))
-def _to_float16(weights, out):
+@kernel(types.void(view(_F32, 2), view(types.uint32), array(types.int16, 2)))
+def _to_float16(weights, keys, out):
     for i in range(weights.shape[0]):
         row = weights[i]
         target = out[i]
-        for d in range(row.size):
-            target[d] = f32_to_f16(row[d])
+        if keys.size:
+            round_row(row, target, keys[i])
+        else:
+            for d in range(row.size):
+                target[d] = np.int16(f32_to_f16(row[d]))
 
 
-def quantise(weights: np.ndarray, bits: int) -> np.ndarray:
-    """float32[n, D] -> uint8[n, row_bytes(bits, D)]; every row is one that `bits` hold."""
+def quantise(weights: np.ndarray, bits: int, keys: np.ndarray = NEAREST) -> np.ndarray:
+    """float32[n, D] -> uint8[n, row_bytes(bits, D)]; every row is one that `bits` hold.
+
+    keys: of rounding_keys, to round up or down at random; none rounds to the nearest.
+    """
     n, dim = weights.shape
     if bits == 32:
         return np.ascontiguousarray(weights).view(np.uint8)
     if bits == 16:
-        halves = np.empty((n, dim), np.uint16)
-        _to_float16(weights, halves)
+        halves = np.empty((n, dim), np.int16)
+        _to_float16(weights, keys, halves)
         return halves.view(np.uint8)
     out = np.empty((n, row_bytes(bits, dim)), np.uint8)
-    (quantize_4bit if bits == 4 else quantize_8bit)(weights, out)
+    (quantize_4bit if bits == 4 else quantize_8bit)(weights, keys, out)
     return out
 
 

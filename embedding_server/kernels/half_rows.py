@@ -13,7 +13,9 @@ distance, is rounded so, and loses the 2^-14 again; that addition rounds |w| to 
 and at infinity, the result is 65504: a row never becomes infinite. NaN stays NaN.
 
 The random bits are a function of (slot, step, purpose, column), no generator's state: threads share the rows in any
-way, and a run repeats itself. A row is an int16 array, as float16 is in vectors.py.
+way, and a run repeats itself. Rows that freeze to 16 bits are rounded so too, by keys of their own (frozen.py).
+
+A row is an int16 array, as float16 is in vectors.py.
 """
 
 from __future__ import annotations

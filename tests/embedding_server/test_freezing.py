@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from embedding_server.errors import SegmentCorrupt
-from embedding_server.kernels.frozen_reference import choose_bits, error_bound
+from embedding_server.kernels.frozen_reference import choose_bits, error_bound, quantise, read_frozen, rounding_keys
 from embedding_server.shard import Shard, ShardGradients
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
 from embedding_server.store import FOUND, TRAINABLE, Identity
@@ -204,3 +204,23 @@ def test_prefetch_changes_nothing(rig) -> None:
     rig.shard.prefetch({"t": NOBODY})
     np.testing.assert_array_equal(rig.look_up(row_ids), before)
     assert rig.shard.stats().tables["t"] == stats
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_rounding_at_random_depends_on_the_row_id_and_the_step_alone(bits: int) -> None:
+    """So it is the same on every shard and in every run, and another at the next freeze."""
+    weights = np.random.default_rng(3).standard_normal((40, DIM)).astype(np.float32)
+    reads = []
+    for others in (0, 25):  # other rows in the table
+        rig = Rig(freeze_rounding="stochastic", frozen_bits=bits)
+        rig.train(np.arange(1000, 1000 + others, dtype=np.int64))
+        row_ids = rig.set_weights(weights)
+        rig.freeze()
+        reads.append(rig.look_up(row_ids))
+        expected = quantise(weights, bits, rounding_keys(row_ids, rig.step))
+        np.testing.assert_array_equal(reads[-1], read_frozen(expected, bits, DIM))
+        rig.set_weights(weights)
+        rig.freeze()
+        assert (rig.look_up(row_ids) != reads[-1]).any()
+        rig.shard.close()
+    np.testing.assert_array_equal(*reads)

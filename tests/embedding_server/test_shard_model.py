@@ -3,7 +3,7 @@ ends of data passes, a cap of hot bytes, a control group.
 
 SGD with lr 1, zero initial values, small-integer gradients and 32-bit freezing make float32 sums exact and free of
 order, so the table must equal the dictionary exactly. A second test freezes to 4 or 8 bits and lets the model apply
-FBGEMM's own quantise and dequantise.
+FBGEMM's own quantise and dequantise, or the reference's quantise where rows are rounded at random.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from embedding_server import heat
+from embedding_server.kernels import frozen_reference
 from embedding_server.kernels.hashing import buckets_of
 from embedding_server.policy import control_buckets, frostline_at, hot_fraction_at, is_above, may_move, rank_bins
 from embedding_server.reserved import PAGE_BYTES
@@ -109,12 +110,12 @@ class Model:
         if short > 0 and self.policy.kind != "off":
             may = {i: row for i, row in self.rows.items() if row.hot and row.last_step < step - 1}
             for group in (may.keys() - self.control, may.keys() & self.control):
-                frozen = self._freeze_coldest({i: may[i] for i in group}, short, is_frozen)
+                frozen = self._freeze_coldest({i: may[i] for i in group}, short, step, is_frozen)
                 short -= frozen
                 num_hot -= frozen
         return row_ids[: max(0, self.max_hot - num_hot)]
 
-    def _freeze_coldest(self, rows: dict[int, Row], wanted: int, is_frozen: Callable[[int], bool]) -> int:
+    def _freeze_coldest(self, rows: dict[int, Row], wanted: int, step: int, is_frozen: Callable[[int], bool]) -> int:
         if wanted <= 0 or not rows:
             return 0
         coldest = sorted(rows.values(), key=lambda row: row.heat)[: max(wanted, len(rows) // 16)]
@@ -124,7 +125,7 @@ class Model:
         chosen = [i for i in ties if len(ties) == needed or is_frozen(i)][:needed]  # others may freeze later on
         assert len(chosen) == needed
         for row_id in [*(i for i, row in rows.items() if row.heat < limit), *chosen]:
-            self._freeze(self.rows[row_id], "frozen_limit")
+            self._freeze(row_id, "frozen_limit", step)
         return len(coldest)
 
     def _bump(self, code: int, row_id: int, step: int) -> int:
@@ -149,7 +150,7 @@ class Model:
                 continue
             is_rare = self.policy.kind == "compact" and row.visits < self.policy.forget_below
             if row.hot and row.last_step + self.policy.idle_steps <= step:
-                self._forget(row_id) if is_rare else self._freeze(row, "frozen_idle")
+                self._forget(row_id) if is_rare else self._freeze(row_id, "frozen_idle", step)
             elif not row.hot and is_rare:  # a limit froze it: how long it has been idle shows in its heat alone
                 ago = self.policy.idle_steps / self.policy.half_life_steps * heat.CODES_PER_OCTAVE
                 if row.heat < heat.now_code(step, self.policy.half_life_steps) - ago:
@@ -166,9 +167,9 @@ class Model:
             if row.hot and row.visits < self.policy.probation_visits:
                 is_idle = row.last_step + self.policy.idle_steps <= step
                 if is_idle and row_id not in self.control and hot_fraction_at(self.policy, step) < 1.0:
-                    self._freeze(row, "frozen_idle")
+                    self._freeze(row_id, "frozen_idle", step)
             elif row.hot and row_id in may - above:
-                self._freeze(row, "frozen_rank")
+                self._freeze(row_id, "frozen_rank", step)
         num_thawed = len(self._with_room(thaws, step, is_frozen))
         thawed = [i for i in thaws if num_thawed == len(thaws) or not is_frozen(i)]
         assert len(thawed) == num_thawed
@@ -188,19 +189,25 @@ class Model:
         self.counts[row_id] = 0
         self.moves["forgotten"] += 1
 
-    def _freeze(self, row: Row, reason: str) -> None:
+    def _freeze(self, row_id: int, reason: str, step: int) -> None:
+        row = self.rows[row_id]
         row.hot = False
         self.moves[reason] += 1
-        row.values = _through_fbgemm(row.values, self.policy.frozen_bits)
+        keys = frozen_reference.rounding_keys(np.array([row_id], np.int64), step)
+        row.values = _through_fbgemm(
+            row.values, self.policy.frozen_bits, keys if self.policy.freeze_rounding == "stochastic" else None
+        )
 
 
-def _through_fbgemm(values: np.ndarray, bits: int) -> np.ndarray:
+def _through_fbgemm(values: np.ndarray, bits: int, keys: np.ndarray | None) -> np.ndarray:
+    """FBGEMM's quantise and dequantise; with keys the reference's quantise, since FBGEMM rounds to the nearest only."""
     rows = torch.from_numpy(values[None].copy())
+    at_random = None if keys is None else torch.from_numpy(frozen_reference.quantise(values[None], bits, keys))
     if bits == 8:
-        fused = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows)
+        fused = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows) if at_random is None else at_random
         return torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(fused).numpy()[0]
     if bits == 4:
-        fused = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(rows, 4)
+        fused = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(rows, 4) if at_random is None else at_random
         return torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(fused, 4).numpy()[0]
     return values
 
@@ -420,6 +427,7 @@ def _run(data, *, frozen_bits: int) -> None:
     policy = data.draw(policies).model_copy(
         update={
             "frozen_bits": frozen_bits,
+            "freeze_rounding": data.draw(st.sampled_from(["nearest", "stochastic"])),
             "forget_below": data.draw(st.integers(0, 4)),
             "epoch_end": data.draw(st.sampled_from(["keep", "forget_rare"])),
             "control_fraction": data.draw(st.sampled_from([0.0, 0.3])),

@@ -177,6 +177,87 @@ def test_all_zero_and_small_constant_rows_come_back_exactly(bits: int) -> None:
     np.testing.assert_array_equal(frozen.read_frozen(addresses_of(stored), bits_array(bits, stored), 8), weights)
 
 
+# ---- rounding at random ---------------------------------------------------------------------------------------------
+
+
+def keys_of(weights: np.ndarray, step: int = 1) -> np.ndarray:
+    return frozen.rounding_keys(np.arange(len(weights), dtype=np.int64) - 5, step)
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16, 32])
+@pytest.mark.parametrize("dim", DIMS)
+def test_rounding_at_random_is_the_reference_bit_for_bit_and_within_its_bound(dim: int, bits: int) -> None:
+    weights = rows_for(bits, rows_of_all_kinds(np.random.default_rng(8), dim))
+    for step in (0, 1, 2**31 - 1):
+        keys = keys_of(weights, step)
+        np.testing.assert_array_equal(
+            keys, frozen_reference.rounding_keys(np.arange(len(weights), dtype=np.int64) - 5, step)
+        )
+        stored = frozen.quantise(weights, bits, keys)
+        np.testing.assert_array_equal(stored, frozen_reference.quantise(weights, bits, keys))
+        read = frozen.read_frozen(addresses_of(stored), bits_array(bits, stored), dim)
+        error = np.abs(read.astype(np.float64) - weights.astype(np.float64))
+        assert (error <= frozen_reference.error_bound(weights, bits, at_random=True)).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@settings(max_examples=300, deadline=None)
+@given(weights=any_rows, step=st.integers(0, 2**31 - 1))
+def test_any_row_rounded_at_random_comes_back_within_its_bound(bits: int, weights: np.ndarray, step: int) -> None:
+    chosen = frozen.choose_bits(weights, bits)
+    for taken in np.unique(chosen[chosen > 0]).tolist():
+        rows = weights[chosen == taken] + np.float32(0.0)
+        out = frozen.quantise(rows, taken, keys_of(rows, step))
+        np.testing.assert_array_equal(out, frozen_reference.quantise(rows, taken, keys_of(rows, step)))
+        read = frozen.read_frozen(addresses_of(out), bits_array(taken, out), rows.shape[1])
+        assert np.isfinite(read).all()
+        error = np.abs(read.astype(np.float64) - rows.astype(np.float64))
+        assert (error <= frozen_reference.error_bound(rows, taken, at_random=True)).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_rounding_at_random_is_right_on_average(bits: int) -> None:
+    draws, dim = 20_000, 64
+    row = np.random.default_rng(6).uniform(-1.0, 1.0, dim).astype(np.float32)
+    row[:2] = -1.0, 1.0 - 2.0**-11  # float16 holds the ends
+    weights = np.tile(row, (draws, 1))
+    keys = [frozen.rounding_keys(np.full(1, 77, np.int64), step)[0] for step in range(draws)]  # one row, many steps
+    for some_keys in (keys_of(weights), np.array(keys)):
+        stored = frozen.quantise(weights, bits, some_keys)
+        read = frozen.read_frozen(addresses_of(stored), bits_array(bits, stored), dim).astype(np.float64)
+        assert len(np.unique(read[:, 5])) == 2
+        noise = read.std(axis=0) / draws**0.5
+        # 15 * 2^-11 of a scale: the scale of 4 bits is a float16
+        allowed = 5.0 * noise + 15 * 2.0**-11 * 2 / (2**bits - 1) * (bits == 4) + 2.0**-16 * 2 / (2**bits - 1)
+        assert (np.abs(read.mean(axis=0) - row) <= allowed).all()
+        correlation = np.corrcoef(read[:, 2:].T) - np.eye(dim - 2)
+        assert np.abs(correlation).max() < 6.0 / draws**0.5  # columns are rounded one by one
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_small_updates_between_freezes_count_with_rounding_at_random_alone(bits: int) -> None:
+    start = np.tile(np.linspace(-1.0, 1.0, 64, dtype=np.float32), (500, 1))
+    update = np.zeros_like(start)
+    update[:, 20:40] = 0.1 * {4: 2.0 / 15, 8: 2.0 / 255, 16: 2.0**-12}[bits]  # a tenth of a step
+    moved = []
+    for at_random in (False, True):
+        weights = start.copy()
+        for step in range(30):
+            stored = frozen.quantise(weights + update, bits, keys_of(weights, step) if at_random else frozen.NEAREST)
+            weights = frozen.read_frozen(addresses_of(stored), bits_array(bits, stored), 64)
+        moved.append(float((weights - start)[:, 20:40].mean() / (30 * update[0, 20])))
+    assert abs(moved[0]) < 0.4
+    assert 0.9 < moved[1] < 1.1
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16, 32])
+def test_rows_on_the_grid_stay_with_any_key(bits: int) -> None:
+    weights = np.array([[0.0] * 8, [0.5] * 8, [-3.0] * 8, [1024.0] * 8, [-(2.0**-14)] * 8], np.float32)
+    for step in range(50):
+        stored = frozen.quantise(weights, bits, keys_of(weights, step))
+        np.testing.assert_array_equal(frozen.read_frozen(addresses_of(stored), bits_array(bits, stored), 8), weights)
+
+
 def test_choose_bits_takes_four_then_eight_then_none() -> None:
     big, fine = np.float32(3e38), np.float32(15 * 2.0**-14)
     rows = np.zeros((11, 8), np.float32)
