@@ -23,7 +23,7 @@ _ROWS = 64
 _MEMORY_BYTES = 64 << 20
 _OPTIMIZERS: tuple[OptimizerKind, ...] = get_args(OptimizerKind)
 _POLICIES = {
-    "idle": PolicySpec(kind="idle", idle_steps=1),
+    "idle": PolicySpec(kind="idle", idle_steps=1, freeze_rounding="stochastic"),
     "idle32": PolicySpec(kind="idle", idle_steps=1, frozen_bits=32),
     "topk": PolicySpec(kind="topk", probation_visits=0),
     "counted": PolicySpec(kind="off", min_count=2),
