@@ -29,8 +29,8 @@ Rounded at random (`rounding_keys`), a code is floor((w - bias) / scale + u), cl
     8     r / 255 + min(r, 1e-8) + 2^-22 max|w|
     16    2^-10 |w|, or 2^-24 where that is less
 and right on average, so that updates of less than half a scale are not lost at every freeze. The bias that is left: u
-has 16 bits, which gives 2^-16 |scale|; clipping 4 bits gives 15 * 2^-11 |scale| + |m - min|, to the row's ends alone.
-A value on the grid stays: constant rows come back as with the nearest.
+has 16 bits, which gives 2^-16 |scale|; clipping 4 bits gives 15 * 2^-11 |scale| + |m - min|, to the row's ends alone;
+and the 1e-8 of 8 bits. A value on the grid stays: a constant row comes back exactly if the bias holds its value.
 
 Reading never gives infinity or NaN: |code * scale + bias| <= 15 * 8001 + 60,016 for 4 bits, and at most the row's own
 largest value plus one rounding for 8 bits, whose range is finite.
