@@ -1,6 +1,7 @@
 """A row freezes; a row thaws. The only two functions that move a row between memory and segments.
 
     freeze  hot row -> quantise -> segment; its optimizer state shrinks to one byte; its slot is free again
+            (adam: what its first moment would still do is done first, optimizers.py)
     thaw    segment -> dequantise -> hot row with a warm accumulator (a cold one costs 0.7 to 8.5 AUC points)
 
 A row freezes only if it survives it, if need be in 8 bits instead of 4 (kernels/frozen.py, `choose_bits`); otherwise it
@@ -16,7 +17,7 @@ import numpy as np
 from embedding_server.errors import SegmentCorrupt
 from embedding_server.index import INITIAL, Entries
 from embedding_server.kernels.frozen import NEAREST, choose_bits, quantise, rounding_keys
-from embedding_server.optimizers import decode_accumulator, encode_accumulator
+from embedding_server.optimizers import decode_accumulator, encode_accumulator, step_at_freeze
 
 if TYPE_CHECKING:
     from embedding_server.table import Table
@@ -57,8 +58,10 @@ def _freeze_part(
 ) -> np.ndarray:
     """Copies rows into segments and flips their entries. Returns uint8[n]: the bits that each took, 0: it stays hot."""
     weights, state = table.read_hot(slots)
-    accumulators = encode_accumulator(table.spec, state)
     visits = table.visits.array[slots, 0]
+    if table.spec.optimizer.kind == "adam":
+        weights -= step_at_freeze(table.spec.optimizer, state, visits, table.rate)
+    accumulators = encode_accumulator(table.spec, state)
     bits = choose_bits(weights, table.spec.policy.frozen_bits)
     is_at_random = table.spec.policy.freeze_rounding == "stochastic"
     for wanted in table.segments.formats:

@@ -159,6 +159,7 @@ class HotPath:
                 slots, not_hot = update.table.find_slots(update.row_ids)
                 ignored += not_hot
             total += slots.shape[0]
+            update.table.rate = kernel_rate(update.table.spec.optimizer, update.learning_rate, step)
             ready.append((update, slots))
         if self._any_decays:
             for update, _ in ready:

@@ -35,11 +35,20 @@ again) has gained on initial_accumulator, or the mean of v (adam), on a log scal
 at most 2^(1/8), 9%, off, which is 4.5% of a step or less. The gain and not the sum, because gradients that are means
 over a batch add little to an initial accumulator, which would drown them. A thaw that starts from a cold accumulator
 instead loses 0.7 to 8.5 AUC points (DESIGN.md). Code 0 is no gain. DO NOT CHANGE: segments hold these codes.
+
+adam's m is not kept. In a hot row it would still move w at later visits: nine tenths of a gradient come so at beta1 =
+0.9, and rows that freeze between visits would lose them. So a freeze takes at once what is to come (`step_at_freeze`):
+after n visits, were the gradients equal in size, v would grow as 1 - beta2^n, hence
+                    w <- w - lr sqrt(1 - beta2^t) / (1 - beta1^t) c_n m / (sqrt(v) + eps)
+                    c_n = sum over k >= 1 of beta1^k sqrt((1 - beta2^n) / (1 - beta2^(n+k)))
+3.5 for n = 1, 9 for many, at the defaults; lr and t of the table's last Push. Without it policy idle (0.4% of a data
+pass, 4 bits rounded at random) loses 0.50 AUC points x 100 on S1 at a quarter of its size, with it 0.00 +- 0.04.
 """
 
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 
 import numpy as np
 
@@ -48,6 +57,7 @@ from embedding_server.spec import OptimizerKind, OptimizerSpec, TableSpec
 _CODES_PER_OCTAVE = 4
 _LOWEST_EXPONENT = -40
 _MAX_CODE = 255
+_LAST_VISIT = 4096  # from where on v is taken to grow no more
 
 
 def num_state_columns(kind: OptimizerKind, dim: int) -> int:
@@ -71,6 +81,27 @@ def _start(optimizer: OptimizerSpec) -> np.float32:
 def adam_step_size(optimizer: OptimizerSpec, learning_rate: float, step: int) -> float:
     """lr sqrt(1 - beta2^t) / (1 - beta1^t): adam's learning rate with both bias corrections; step counts from 1."""
     return learning_rate * (1.0 - optimizer.beta2**step) ** 0.5 / (1.0 - optimizer.beta1**step)
+
+
+def step_at_freeze(optimizer: OptimizerSpec, state: np.ndarray, visits: np.ndarray, rate: np.float32) -> np.ndarray:
+    """float32[n, D]: what a freeze takes off the weights of adam rows of this state and as many visits, uint8[n].
+
+    rate: the adam_step_size of the table's last Push.
+    """
+    m, v = np.split(state, 2, axis=1)
+    to_come = _moves_to_come(optimizer.beta1, optimizer.beta2)[visits, None]
+    return rate * to_come * m / (np.sqrt(v) + np.float32(optimizer.eps))
+
+
+@lru_cache
+def _moves_to_come(beta1: float, beta2: float) -> np.ndarray:
+    """float32[256]: c_n of the module's text by visits n; 0 without any."""
+    root = np.sqrt(1.0 - beta2 ** np.arange(_LAST_VISIT + 1.0))
+    sums = np.zeros(_LAST_VISIT + 1)
+    sums[_LAST_VISIT] = beta1 / (1.0 - beta1) / root[_LAST_VISIT]
+    for n in range(_LAST_VISIT, 1, -1):
+        sums[n - 1] = beta1 * (1.0 / root[n] + sums[n])
+    return (root * sums)[:256].astype(np.float32)
 
 
 def table_seed(spec: TableSpec) -> int:

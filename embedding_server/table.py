@@ -118,6 +118,7 @@ class Table:
         self.limit_bucket = 0  # where freeze_coldest goes on in a large table
         self.compaction_bucket = 0
         self.last_step_seen = 0
+        self.rate = np.float32(0.0)  # of the last Push, as kernels take it
         self._num_rebases = 0
         self.generation = 0  # rises whenever a row leaves its hot slot
         self._pulled: deque[tuple[np.ndarray, np.ndarray, int]] = deque(maxlen=_PULLS_KEPT)

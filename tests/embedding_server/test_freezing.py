@@ -224,3 +224,36 @@ def test_rounding_at_random_depends_on_the_row_id_and_the_step_alone(bits: int) 
         assert (rig.look_up(row_ids) != reads[-1]).any()
         rig.shard.close()
     np.testing.assert_array_equal(*reads)
+
+
+@pytest.mark.parametrize("hot_bits", [16, 32])
+def test_adam_does_what_the_first_moment_would_still_do_when_a_row_freezes(hot_bits: int) -> None:
+    rig = Rig(kind="adam", frozen_bits=32, hot_bits=hot_bits)
+    row_ids = np.arange(20, dtype=np.int64)
+    for gradient in (1.0, -3.0, 0.5):
+        rig.train(row_ids, gradient)
+    weights, state = rig.table.hot.read(rig.table.index.locate(row_ids)[1].astype(np.int32))
+    assert rig.freeze() == (20, 0)
+    m = -0.1 * 3.0 * 0.9 + 0.1 * 0.5 + 0.1 * 0.81
+    v = 0.001 * (1.0 * 0.999**2 + 9.0 * 0.999 + 0.25)
+    np.testing.assert_allclose(state[:, :DIM], m, rtol=1e-4)
+    rate = 0.1 * (1 - 0.999**3) ** 0.5 / (1 - 0.9**3)  # the last Push is of step 3
+    to_come = sum(0.9**k * ((1 - 0.999**3) / (1 - 0.999 ** (3 + k))) ** 0.5 for k in range(1, 300))
+    np.testing.assert_allclose(rig.look_up(row_ids), weights - to_come * rate * m / v**0.5, rtol=1e-4)
+    rig.train(row_ids)
+    rig.freeze()
+    read = rig.look_up(row_ids)
+    rig.train(NOBODY)
+    np.testing.assert_array_equal(rig.look_up(row_ids), read)  # a row that rests does not move
+    rig.shard.close()
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad", "ftrl"])
+def test_no_other_optimizer_moves_a_row_that_freezes(kind: str) -> None:
+    rig = Rig(kind=kind, frozen_bits=32)
+    row_ids = np.arange(20, dtype=np.int64)
+    rig.train(row_ids, 1.0)
+    before = rig.look_up(row_ids)
+    assert rig.freeze() == (20, 0)
+    np.testing.assert_array_equal(rig.look_up(row_ids), before)
+    rig.shard.close()

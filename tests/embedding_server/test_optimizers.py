@@ -12,6 +12,7 @@ from embedding_server.optimizers import (
     encode_accumulator,
     initial_state,
     num_state_columns,
+    step_at_freeze,
     table_seed,
 )
 from embedding_server.spec import OptimizerKind, OptimizerSpec, TableSpec
@@ -45,6 +46,28 @@ def test_the_seed_of_a_table_depends_on_its_name_and_seed_and_stays_what_it_is()
 
 
 KNOWN_SEED = 5048510407136956003
+
+
+@pytest.mark.parametrize(("beta1", "beta2"), [(0.9, 0.999), (0.5, 0.9), (0.99, 0.0)])
+def test_what_a_freeze_takes_is_what_later_visits_would_take(beta1: float, beta2: float) -> None:
+    """Visits with gradients of 1 before the freeze; then ones of 0 to m but of 1 to v."""
+    optimizer = OptimizerSpec(kind="adam", beta1=beta1, beta2=beta2, eps=1e-20)
+    rate = np.float32(0.5)
+    for visits in (1, 4, 100):
+        m, v = 1.0 - beta1**visits, 1.0 - beta2**visits
+        later = sum(rate * beta1**k * m / (1.0 - beta2 ** (visits + k)) ** 0.5 for k in range(1, 3000))
+        state = np.array([[m, -m, v, v]], np.float32)
+        taken = step_at_freeze(optimizer, state, np.array([visits], np.uint8), rate)
+        assert taken[0].tolist() == pytest.approx([later, -later], rel=1e-4)
+
+
+def test_a_freeze_takes_nothing_without_a_first_moment() -> None:
+    state = np.array([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]], np.float32)
+    visits = np.array([0, 1, 2, 255], np.uint8)
+    rate = np.float32(0.1)
+    assert not step_at_freeze(OptimizerSpec(kind="adam", beta1=0.0), state, visits, rate).any()
+    taken = step_at_freeze(OptimizerSpec(kind="adam"), state, visits, rate)
+    assert (taken[:, 0] != 0.0).tolist() == [False, True, False, False]
 
 
 @pytest.mark.parametrize("kind", KINDS)
