@@ -76,7 +76,7 @@ class PolicySpec(_Spec):
         4, description="bits per value of a frozen row; 8 where 4 would damage it"
     )
     freeze_rounding: Literal["nearest", "stochastic"] = Field(
-        "nearest",
+        "stochastic",
         description="how a row is rounded to frozen_bits; stochastic: up or down at random, right on average, so that "
         "small updates between two freezes are not lost",
     )
