@@ -23,7 +23,7 @@ EVERY_KNOB: dict[str, tuple[Any, str, Any]] = {
     "advanced.select": ("random", "select", "random"),
     "advanced.score": ("abs_weight", "score", "abs_weight"),
     "advanced.hot_bits": (16, "hot_bits", 16),
-    "advanced.freeze_rounding": ("stochastic", "freeze_rounding", "stochastic"),
+    "advanced.freeze_rounding": ("nearest", "freeze_rounding", "nearest"),
     "advanced.probation_visits": (9, "probation_visits", 9),
     "advanced.half_life_samples": (450, "half_life_steps", 4.5),
     "advanced.schedule": (
