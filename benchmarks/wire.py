@@ -121,8 +121,16 @@ class PlainServicer:
         return pb.PushResponse(step=request.step)
 
 
+def _serve(server: Any) -> None:
+    """Binds a grpc server, prints its address, and serves until standard input closes."""
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    print(json.dumps({"address": f"127.0.0.1:{port}"}), flush=True)
+    sys.stdin.read()
+    server.stop(0)
+
+
 def serve_plain(shape: Shape) -> None:
-    """Prints its address and serves until standard input closes."""
     import grpc
 
     from frostline.v1 import embedding_pb2_grpc as pb_grpc
@@ -132,11 +140,7 @@ def serve_plain(shape: Shape) -> None:
 
     server = grpc.server(ThreadPoolExecutor(4), options=GRPC_OPTIONS)
     pb_grpc.add_EmbeddingShardServicer_to_server(Servicer(shape), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    print(json.dumps({"address": f"127.0.0.1:{port}"}), flush=True)
-    sys.stdin.read()
-    server.stop(0)
+    _serve(server)
 
 
 class PlainClient:
@@ -166,7 +170,6 @@ _BARE_METHODS = {"pull": "/bare.Bytes/Pull", "push": "/bare.Bytes/Push"}
 
 
 def serve_bare(shape: Shape) -> None:
-    """Prints its address and serves until standard input closes."""
     from services.allocator import set_allocator
 
     set_allocator()
@@ -177,11 +180,7 @@ def serve_bare(shape: Shape) -> None:
     handlers = {name: grpc.unary_unary_rpc_method_handler(reply) for name, reply in replies.items()}
     server = grpc.server(ThreadPoolExecutor(4), options=GRPC_OPTIONS)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare.Bytes", handlers),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    print(json.dumps({"address": f"127.0.0.1:{port}"}), flush=True)
-    sys.stdin.read()
-    server.stop(0)
+    _serve(server)
 
 
 class BareClient:
