@@ -10,12 +10,13 @@ The stream is made as it is needed; the driver holds one step of it and the IDs 
 seen so far: half of them by popularity, which falls with age as Zipf's law (exponent 1.05), half repeated from the last
 steps, as sessions and trends do. So a fifth of the distinct IDs of a step without new ones thaw (`thawed_share`); on
 real streams 8 to 21% do. After the fill `train_steps` steps without new IDs follow (the part `train`), from the
-re-selection on that freezes the fill's last.
+re-selection on that freezes the fill's last. Before a step is pushed the IDs of the next are drawn and announced to the
+store (Prefetch), as the training loop does with `trainer.prefetch_frozen`: its pages are read meanwhile.
 
 The same job with a tenth of the IDs runs first: the steps/s of both are compared, part by part, since a step of the
-fill does other work than one of the training. Time is that of the store's calls: Pull, Push, re-selection with its
-background work; the driver's own is left out. `reselect_ratio`: steps/s over whole rounds from one re-selection to the
-next, against the Pulls and Pushes of the same steps alone.
+fill does other work than one of the training. Time is that of the store's calls: Pull, Prefetch, Push, re-selection
+with its background work; the driver's own is left out. `reselect_ratio`: steps/s over whole rounds from one
+re-selection to the next, against the other calls of the same steps alone.
 
 Memory is RssAnon + RssShmem of the whole process, sampled every 20 ms: peak, and the largest factor by which one call
 grew it once half a GiB is there. At the end a sample of all IDs is looked up: each must be found and finite.
@@ -75,7 +76,7 @@ class Part:
     """Time of one part of the run."""
 
     steps: int = 0
-    call_s: float = 0.0  # Pulls and Pushes
+    call_s: float = 0.0  # Pulls, Prefetches and Pushes
     reselect_s: float = 0.0
     rows: int = 0  # distinct IDs named, and those of them that thawed
     thawed: int = 0
@@ -102,11 +103,12 @@ class Run:
     watch: PeakWatch
     who: Identity
     step: int = 0
-    seen: int = 0  # ranks 0 to seen - 1 were visited
+    seen: int = 0  # ranks 0 to seen - 1 were named, the next step's included
     peak_bytes: int = 0
     largest_step: dict[str, Any] = field(default_factory=lambda: {"call": "none", "factor": 1.0})
     reselect_s: float = 0.0
     rows_pulled: int = 0
+    announced: RoutedIds | None = None  # of the next step
     recent: deque[np.ndarray] = field(default_factory=deque)  # distinct ranks drawn in the last idle_steps steps
     _random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     _gradients: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.uint16))
@@ -116,19 +118,20 @@ class Run:
         values = self._random.standard_normal((most, self.shape.dim), np.float32) * np.float32(0.01)
         self._gradients = (values.view(np.uint32) >> 16).astype(np.uint16)  # bfloat16
 
-    def train(self, num_new: int) -> float:
-        """One step; num_new IDs of it are new. Seconds of the Pull and the Push."""
+    def train(self) -> float:
+        """One step, which names new IDs while there are some left. Seconds of its calls."""
         self.step += 1
-        row_ids = self._next_ids(num_new)
-        ids = RoutedIds(row_ids, np.array([0, row_ids.shape[0]], np.int64))
-        self.rows_pulled += row_ids.shape[0]
+        ids, self.announced = self.announced or self._next_ids(), None
+        self.rows_pulled += ids.row_ids.shape[0]
         start = time.perf_counter()
         rows = self._watched("pull", lambda: self.store.pull(self.who, self.step, {TABLE: ids}))[TABLE]
         pulled_s = time.perf_counter() - start
         if not bool((rows.flags & TRAINABLE).all()):
             raise RuntimeError(f"step {self.step}: a row is not trainable: the memory limit was reached")
-        gradients = {TABLE: TableGradients(ids, self._gradients[: row_ids.shape[0]], 0.05)}
+        gradients = {TABLE: TableGradients(ids, self._gradients[: ids.row_ids.shape[0]], 0.05)}
+        self.announced = announced = self._next_ids()
         start = time.perf_counter()
+        self._watched("prefetch", lambda: self.store.prefetch({TABLE: announced}))
         self._watched("push", lambda: self.store.push(self.who, self.step, gradients))
         return pulled_s + time.perf_counter() - start
 
@@ -141,15 +144,17 @@ class Run:
         self._watched("reselect", lambda: self.store.reselect(self.who, self.step, {}))
         return time.perf_counter() - start
 
-    def _next_ids(self, num_new: int) -> np.ndarray:
-        """int64: new row_ids, and the distinct ones of draws_per_step look-ups of those seen before."""
+    def _next_ids(self) -> RoutedIds:
+        """New row_ids, and the distinct ones of draws_per_step look-ups of those seen before."""
+        num_new = min(self.shape.new_per_step, self.shape.rows - self.seen)
         new = np.arange(self.seen, self.seen + num_new, dtype=np.int64)
         old = np.unique(self._draw()) if self.seen else new[:0]
         self.recent.append(old)
         if len(self.recent) > self.shape.idle_steps:
             self.recent.popleft()
         self.seen += num_new
-        return row_ids_of(np.concatenate([new, old]))
+        row_ids = row_ids_of(np.concatenate([new, old]))
+        return RoutedIds(row_ids, np.array([0, row_ids.shape[0]], np.int64))
 
     def _draw(self) -> np.ndarray:
         """int64[draws_per_step] ranks seen before: half by popularity, half as in one of the last steps."""
@@ -213,15 +218,15 @@ def run_job(shape: Shape, folder: Path, watch: PeakWatch, say: Callable[[str], N
 def _fill(run: Run, say: Callable[[str], None]) -> Part:
     part, shape = Part(), run.shape
     tenth = max(1, shape.rows // 10)
-    while run.seen < shape.rows:
+    for _ in range(-(-shape.rows // shape.new_per_step)):
         told = run.seen // tenth
-        part.call_s += run.train(min(shape.new_per_step, shape.rows - run.seen))
+        part.call_s += run.train()
         part.steps += 1
         if run.step % shape.reselect_every == 0:
             part.reselect_s += run.reselect()
         if run.seen // tenth > told:
-            part.rows, part.thawed = run.rows_pulled, run.thawed()
             say(f"  {run.seen} IDs, {part.steps_per_s():.2f} steps/s, peak {run.peak_bytes / GIB:.2f} GiB")
+    part.rows, part.thawed = run.rows_pulled, run.thawed()
     return part
 
 
@@ -229,12 +234,12 @@ def _train(run: Run, say: Callable[[str], None]) -> Part:
     """Steps without new IDs, from the first re-selection on that finds no row of the fill's last steps still hot."""
     shape = run.shape
     for _ in range(shape.idle_steps + 1):
-        run.train(0)
+        run.train()
     run.reselect()
     part = Part()
     rows, thawed = run.rows_pulled, run.thawed()
     for i in range(1, shape.train_steps + 1):
-        part.call_s += run.train(0)
+        part.call_s += run.train()
         part.steps += 1
         if i % shape.reselect_every == 0:
             part.reselect_s += run.reselect()

@@ -11,8 +11,8 @@ All numbers are little-endian. n rows (1 to 2^23-1), B buckets, R row bytes.
     ...               R n        rows            uint8[n, R], the encoded rows
     ...               n          accumulators    uint8[n], one log-scale byte of optimizer state (optimizers.py)
     ...               n          visits          uint8[n], visits up to 255
-    E                 4 K        block_crcs      uint32[K], K = ceil(E / 65536): CRC-32 (zlib) of each 64 KiB block of
-                                                 the file from byte 0 to E, so that every byte is covered
+    E                 4 K        block_crcs      uint32[K], K = ceil(E / 65536): CRC-32 (zlib's) of each 64 KiB block
+                                                 of the file from byte 0 to E, so that every byte is covered
 
 The tensors lie in this order without holes and end with the file. All rows of a file have the same bits: 4 (R = dim/2 +
 4), 8 (R = dim + 8), 16 (R = 2 dim) or 32 (R = 4 dim), in the formats of kernels/frozen.py.
@@ -27,12 +27,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from isal.isal_zlib import crc32
 
 from embedding_server.kernels import frozen
 
@@ -155,7 +155,7 @@ class _BlockWriter:
         start = 0
         while start < len(piece):
             take = min(CRC_BLOCK_BYTES - self._filled, len(piece) - start)
-            self._crc = zlib.crc32(piece[start : start + take], self._crc)
+            self._crc = crc32(piece[start : start + take], self._crc)
             self._filled += take
             start += take
             if self._filled == CRC_BLOCK_BYTES:

@@ -11,12 +11,12 @@ import ctypes
 import json
 import mmap
 import os
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from isal.isal_zlib import crc32
 
 from embedding_server.errors import SegmentCorrupt
 from embedding_server.kernels.locations import MAX_SEGMENT_ROWS, first_misplaced
@@ -72,7 +72,7 @@ class MappedSegment:
         self._check_size()
         start = block * CRC_BLOCK_BYTES
         covered = memoryview(self._map.bytes)[: self.size_bytes - self.block_crcs.nbytes]
-        if zlib.crc32(covered[start : start + CRC_BLOCK_BYTES]) != int(self.block_crcs[block]):
+        if crc32(covered[start : start + CRC_BLOCK_BYTES]) != int(self.block_crcs[block]):
             raise _corrupt(self.path, f"block {block} (bytes {start} and on) does not match its CRC-32")
         self.block_states[block] = CHECKED
 

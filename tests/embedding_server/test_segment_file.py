@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +132,19 @@ def test_header_names_the_blocks_it_needs(num_rows, dim, name):
     header = json.loads(data[8:])
     crcs = header["block_crcs"]
     assert crcs["shape"] == [-(-(len(data) + crcs["data_offsets"][0]) // CRC_BLOCK_BYTES)]
+
+
+def test_crcs_are_those_of_zlib(tmp_path):
+    """The format names zlib's polynomial, whatever library computes it."""
+    path = tmp_path / "one.segment"
+    write_segment(path, FORMAT, 0, arrays_of(20_000))
+    data = path.read_bytes()
+    segment = open_segment(path, verify=False)
+    covered = data[: len(data) - segment.block_crcs.nbytes]
+    blocks = [covered[i : i + CRC_BLOCK_BYTES] for i in range(0, len(covered), CRC_BLOCK_BYTES)]
+    assert segment.block_crcs.tolist() == [zlib.crc32(block) for block in blocks]
+    assert len(blocks) > 1
+    segment.close()
 
 
 # Damage ---------------------------------------------------------------------------------------------------------------
