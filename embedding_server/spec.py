@@ -83,7 +83,7 @@ class PolicySpec(_Spec):
     hot_bits: Literal[16, 32] = Field(32, description="bits per weight of a hot row; 16: float16, stochastic rounding")
     min_count: int = Field(1, ge=1, le=255, description="visits after which an ID gets a row of its own")
     forget_below: int = Field(
-        3, ge=0, le=255, description="compact, forget_rare: rows with fewer visits are forgotten and not frozen"
+        2, ge=0, le=255, description="compact, forget_rare: rows with fewer visits are forgotten and not frozen"
     )
     epoch_end: Literal["keep", "forget_rare"] = Field(
         "keep", description="after a pass over the data; forget_rare: rows with fewer than forget_below visits go"

@@ -118,12 +118,7 @@ class TableKnobs(Section):
         100_000, ge=1, description="idle, compact: samples without a visit after which a row freezes"
     )
     frozen_bits: Literal[4, 8, 16, 32] = _as_in(PolicySpec, "frozen_bits")
-    min_count: int | None = Field(
-        None,
-        ge=1,
-        le=255,
-        description="visits after which an ID gets a row of its own; default: 2 with policy compact, else 1",
-    )
+    min_count: int = _as_in(PolicySpec, "min_count")
     forget_below: int = _as_in(PolicySpec, "forget_below")
     optimizer: OptimizerSpec = Field(OptimizerSpec(), description="sparse optimizer of the rows")
     advanced: AdvancedPolicy = AdvancedPolicy()
@@ -152,7 +147,6 @@ class TableKnobs(Section):
     def policy_spec(self, batch_size: int) -> PolicySpec:
         """`batch_size`: samples of a step, over all workers."""
         advanced = self.advanced
-        min_count = self.min_count if self.min_count is not None else (2 if self.policy == "compact" else 1)
         return PolicySpec(
             kind=self.policy,
             idle_steps=min(steps_of(self.idle_samples, batch_size), MAX_STEPS),  # never, either way
@@ -161,7 +155,7 @@ class TableKnobs(Section):
             frozen_bits=self.frozen_bits,
             hot_bits=advanced.hot_bits,
             freeze_rounding=advanced.freeze_rounding,
-            min_count=min_count,
+            min_count=self.min_count,
             forget_below=self.forget_below,
             epoch_end=advanced.epoch_end,
             select=advanced.select,

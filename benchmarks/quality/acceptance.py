@@ -39,7 +39,6 @@ def check(compared: Sequence[Compared]) -> list[Criterion]:
         _saves(study.of("idle"), 0.62, 0.05),
         _saves(study.of("idle", optimizer="adagrad"), 0.80, 0.05),
         _saves(study.of("idle", optimizer="adam"), 0.86, 0.05),
-        _saves(study.of("idle", optimizer="adam-0"), 0.86, 0.05),
         _saves(study.of("idle-16"), 0.68, 0.1),
         _costs_at_most(study.of("compact"), 0.78, 0.2),
         _gains(study.of("compact", data_pass=2)),

@@ -16,7 +16,7 @@ from benchmarks.quality.training import Case
 SEEDED = ("off", "idle", "compact", "topk", "random", "cold")
 _TWO_PASSES = ("off", "idle", "compact")
 #: what the acceptance figures ask of other optimizers
-_OPTIMIZERS = ("adagrad", "adam", "adam-0")
+_OPTIMIZERS = ("adagrad", "adam")
 _NUM_SEEDS = 5
 _MOVIELENS_SEEDS = 3
 _MOVIELENS_DIM, _MOVIELENS_BATCH = 32, 256

@@ -76,10 +76,7 @@ CONTESTANTS: dict[str, Contestant] = {
     "off": Contestant("every row trains in float32"),
     "idle": Contestant("idle rows freeze to 4 bits, a visit thaws them warm", {"kind": "idle"}),
     "idle-16": Contestant("idle, hot weights in 16 bits", {"kind": "idle", "hot_bits": 16}),
-    "compact": Contestant(
-        "idle; a row of one visit is forgotten when it turns idle",
-        {"kind": "compact", "min_count": 1, "forget_below": 2},
-    ),
+    "compact": Contestant("idle; a row of one visit is forgotten when it turns idle", {"kind": "compact"}),
     "compact-2": Contestant(
         "idle; rows below 3 visits are forgotten, IDs get a row at their 2nd visit",
         {"kind": "compact", "min_count": 2, "forget_below": 3},
@@ -102,13 +99,10 @@ CONTESTANTS: dict[str, Contestant] = {
 #: accumulator of a new row: gradients of single visits are smaller than the default of 0.1 by far
 INITIAL_ACCUMULATOR = 0.001
 
-#: adam-0 is Adam without its first moment, which a frozen row does not keep: where most rows rest between visits, nine
-#: tenths of a step would come with later visits. `off` itself loses 0.05 points x 100 by it.
 OPTIMIZERS: dict[str, RowOptimizer] = {
     "rowwise_adagrad": RowOptimizer(
         OptimizerSpec(kind="rowwise_adagrad", initial_accumulator=INITIAL_ACCUMULATOR), 0.05
     ),
     "adagrad": RowOptimizer(OptimizerSpec(kind="adagrad", initial_accumulator=INITIAL_ACCUMULATOR), 0.05, 0.006, 244),
     "adam": RowOptimizer(OptimizerSpec(kind="adam"), 0.001, 0.004, 488),
-    "adam-0": RowOptimizer(OptimizerSpec(kind="adam", beta1=0.0), 0.001, 0.004, 488),
 }

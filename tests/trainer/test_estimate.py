@@ -79,7 +79,7 @@ def test_a_rehearsal_of_all_ids_and_a_sample_of_them_agree_with_the_run(policy: 
     sampled = estimate_jobs({"main": job}, sample_bytes=500_000)["main"]
     assert sampled.sampled["cat_0"] < 0.2
     assert sampled.sampled["cat_2"] == 1.0  # twenty rows are never thinned
-    assert_close(sampled, summary, 0.1)
+    assert_close(sampled, summary, 0.15)
     assert (whole.num_samples, whole.num_steps) == (60_000, 118)
 
 

@@ -57,7 +57,7 @@ def test_a_knob_reaches_the_spec_of_every_table(path: str) -> None:
         policy = section.table_spec("user", BATCH, 0).policy
         assert getattr(policy, field) == expected != getattr(untouched, field)
         changed = {name for name in PolicySpec.model_fields if getattr(policy, name) != getattr(untouched, name)}
-        assert changed == ({field, "min_count"} if path == "policy" else {field})
+        assert changed == {field}
 
 
 def test_every_knob_of_the_shards_can_be_set_in_a_job() -> None:
@@ -68,18 +68,6 @@ def test_defaults_and_bounds_are_those_of_the_shards() -> None:
     policy = EmbeddingSection().table_spec("user", BATCH, 0).policy
     steps = {"idle_steps": policy.idle_steps, "half_life_steps": policy.half_life_steps}
     assert policy == PolicySpec(**steps)
-
-
-@pytest.mark.parametrize(("policy", "expected"), [("off", 1), ("idle", 1), ("topk", 1), ("compact", 2)])
-def test_admission_at_two_is_the_default_of_compact_alone(policy: str, expected: int) -> None:
-    assert EmbeddingSection(policy=policy).policy_spec(BATCH).min_count == expected
-    assert EmbeddingSection(policy=policy, min_count=3).policy_spec(BATCH).min_count == 3
-
-
-def test_a_table_that_is_compact_alone_admits_at_two() -> None:
-    section = EmbeddingSection(tables={"user": {"policy": "compact"}})
-    assert section.table_spec("user", BATCH, 0).policy.min_count == 2
-    assert section.table_spec("film", BATCH, 0).policy.min_count == 1
 
 
 def test_the_initial_accumulator_of_the_advanced_section_wins_over_the_default() -> None:
