@@ -1,6 +1,6 @@
 """Pull, Push and look-up of all tables of a request: hot rows in one kernel call, others table by table.
 
-    read    find and visit (one kernel) -> cold rows: admit, thaw (table.py) -> gather hot (one kernel) -> the rest
+    read    find and visit (one kernel) -> cold rows: admit, thaw (cold_path.py) -> gather hot (one kernel) -> the rest
     apply   slots (from the Pull, or the index) -> update (one kernel)
 
 A hot row costs about 80 ns here; what Python does for a table, 5 us. With 26 tables and 2,400 rows each that is half of
@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from embedding_server import heat
+from embedding_server import cold_path, heat
+from embedding_server.gradients import sum_by_row
 from embedding_server.hot_rows import CpuHotRows, ReservedHotRows, kernel_constants, kernel_rate
 from embedding_server.index import FROZEN_BIT
 from embedding_server.kernels import tables as kernels
@@ -27,7 +28,7 @@ from embedding_server.kernels.updates import make_sums
 from embedding_server.kernels.visits import has_duplicates
 from embedding_server.kernels.wire import MODES, wire_view
 from embedding_server.store import WIRE_NUMPY, PlacedRows, ReplyBuffers, Rows, RowSums, WireDtype
-from embedding_server.table import Table, sum_by_row
+from embedding_server.table import Table
 from embedding_server.table_threads import TableThreads
 
 _NO_TOTALS = np.zeros(0)
@@ -269,7 +270,7 @@ class HotPath:
     def _visit_cold(self, request: _Request, k: int, step: int) -> _Cold:
         table, row_ids, slots = request.tables[k], request.row_ids[k], self._slots(request, k)
         positions = np.flatnonzero(slots < 0)
-        entries, locations = table.visit_cold(row_ids[positions], step)
+        entries, locations = cold_path.visit(table, row_ids[positions], step)
         is_hot = (entries != 0) & ((locations & FROZEN_BIT) == 0)
         slots[positions[is_hot]] = locations[is_hot]
         if is_hot.any():
@@ -318,9 +319,9 @@ class HotPath:
             if k in left:
                 cold = left[k]
                 default = always_default or table.spec.policy.min_count > 1
-                table.read_cold(
-                    request.row_ids[k], cold.positions, cold.entries, cold.locations, of_table, its_flags, wire_dtype,
-                    reads_default=default,
+                cold_path.read(
+                    table, request.row_ids[k], cold.positions, cold.entries, cold.locations, of_table, its_flags,
+                    wire_dtype, reads_default=default,
                 )  # fmt: skip
             rows[name] = Rows(of_table, its_flags)
         return rows
@@ -355,15 +356,15 @@ class HotPath:
         """Rows that are not hot are read into memory of their own."""
         n, at = cold.positions.shape[0], cold.positions
         if placed.copies.shape[0]:  # every row has its place there
-            request.tables[k].read_cold(
-                request.row_ids[k], at, cold.entries, cold.locations, placed.copies, placed.flags, "float32",
-                reads_default=True,
+            cold_path.read(
+                request.tables[k], request.row_ids[k], at, cold.entries, cold.locations, placed.copies, placed.flags,
+                "float32", reads_default=True,
             )  # fmt: skip
             return placed
         copies, flags = np.empty((n, placed.dim), np.float32), np.empty(n, np.uint8)
-        request.tables[k].read_cold(
-            request.row_ids[k][at], np.arange(n, dtype=np.int32), cold.entries, cold.locations, copies, flags,
-            "float32", reads_default=True,
+        cold_path.read(
+            request.tables[k], request.row_ids[k][at], np.arange(n, dtype=np.int32), cold.entries, cold.locations,
+            copies, flags, "float32", reads_default=True,
         )  # fmt: skip
         placed.flags[at] = flags
         placed.addresses[at] = _row_addresses(copies)

@@ -1,7 +1,7 @@
 """Policies as pure decisions over arrays: which rows freeze or thaw, where the frostline lies. Nothing moves here.
 
     off       nothing freezes
-    idle      a hot row without a visit in idle_steps freezes; any training visit thaws it (table.py, at the Pull)
+    idle      a hot row without a visit in idle_steps freezes; any training visit thaws it (cold_path.py, at the Pull)
     compact   as idle, but an idle row with fewer than forget_below visits is forgotten
     topk      past probation, rows above the frostline are hot and the others frozen, decided at a re-selection; on
               probation a row lives as under idle

@@ -5,6 +5,9 @@ returns within milliseconds. Calls that must wait for other workers return a fut
 
 The core knows no clock, no network and no threads; files are written only for segments and the epochs.
 
+State: the tables (table.py), the book of jobs (jobs.py), and within an Advance how far it is (advance.py). What else a
+Shard is made of keeps no rows and no steps: request_checks.py refuses, hot_path.py and pushes.py act.
+
 Invariants:
 1. A call that raises, or whose future holds an error, has changed nothing.
 2. Effects of Pull and Push follow steps.py: exactly once per (job, worker, step).
@@ -18,28 +21,26 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-from embedding_server import pushes
+from embedding_server import cold_path
 from embedding_server.advance import Advances
-from embedding_server.epochs import load_epochs, save_epochs
-from embedding_server.errors import FencedEpoch, InvalidInput, NotReady, TableConflict
+from embedding_server.errors import InvalidInput
+from embedding_server.gradients import ShardGradients
 from embedding_server.heap import release_free_heap
-from embedding_server.hot_limit import give_back_others, rows_under_cap
+from embedding_server.hot_limit import give_back_others
 from embedding_server.hot_path import HotPath
+from embedding_server.jobs import JobBook
 from embedding_server.kernels import choose_backend
-from embedding_server.pushes import Push, ShardGradients, check_parts, check_wire_dtype, default_update, update_of
-from embedding_server.request_checks import RequestChecks
-from embedding_server.scores import check_score
+from embedding_server.pushes import Pushes
+from embedding_server.request_checks import RequestChecks, check_parts, check_wire_dtype
 from embedding_server.segments import SETTLED_IN_A_REPORT_BYTES
 from embedding_server.slots import MemoryBudget
-from embedding_server.spec import TableSpec, differing_fields
-from embedding_server.steps import JobSteps
+from embedding_server.spec import TableSpec
 from embedding_server.store import (
     NUM_BUCKETS,
     EpochInfo,
@@ -63,18 +64,8 @@ __all__ = ["Shard", "ShardGradients"]
 
 T = TypeVar("T")
 
-MAX_STAGED_BYTES = 2 << 30  # parts of one worker's push that wait for the others
 MAX_EVENTS = 100
 _MOVES_BETWEEN_RELEASES = 1 << 18  # fewer leave little behind, and what is released must be faulted in again
-
-
-@dataclass(slots=True)
-class _Job:
-    steps: JobSteps
-    staged: dict[int, Push] = field(default_factory=dict)  # by worker
-    #: default-row gradients of pipelined pushes, by step and worker, until all workers' are here
-    defaults: dict[int, dict[int, dict[str, ShardGradients]]] = field(default_factory=dict)
-    waiting_pulls: list[tuple[int, Callable[[], None], Future[Any]]] = field(default_factory=list)
 
 
 class Shard:
@@ -101,23 +92,17 @@ class Shard:
         self._backend = choose_backend(backend)
         self._writer = writer
         self._temporary = data_dir is None
-        self.data_dir = Path(tempfile.mkdtemp(prefix="frostline-")) if data_dir is None else Path(data_dir)
-        try:
-            self.data_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InvalidInput(f"data_dir={self.data_dir}: {error}; name a folder that can be made there") from None
+        self.data_dir = _made_folder(data_dir)
         self._budget = MemoryBudget(memory_limit_bytes)
         self._tables: dict[str, Table] = {}
+        self._jobs = JobBook(None if self._temporary else self.data_dir)
+        self._events: deque[str] = deque(maxlen=MAX_EVENTS)
         self._threads = TableThreads(threads)
         self._rows = HotPath(self._threads)
         self._checks = RequestChecks(self._tables, self.buckets)
+        self._pushes = Pushes(self._tables, self._rows, self._checks, self._events.append)
         self._advances = Advances(self._tables)
-        self._jobs: dict[str, _Job] = {}
-        self._events: deque[str] = deque(maxlen=MAX_EVENTS)
         self._moves_at_release = 0  # rows frozen, thawed, forgotten before the last release_free_heap
-        for job, epoch in load_epochs(self.data_dir).items():
-            self._jobs[job] = _Job(JobSteps(job))
-            self._jobs[job].steps.epoch = epoch
 
     @property
     def is_in_place(self) -> bool:
@@ -128,19 +113,7 @@ class Shard:
 
     def create_tables(self, specs: Sequence[TableSpec]) -> None:
         """All or none: what is wrong with a spec is found before anything is created."""
-        fresh: dict[str, TableSpec] = {}
-        for spec in specs:
-            known = self._tables[spec.name].spec if spec.name in self._tables else fresh.get(spec.name)
-            if known is None:
-                check_score(spec)
-                rows_under_cap(spec, self.buckets)
-                fresh[spec.name] = spec
-            elif known != spec:
-                raise TableConflict(
-                    f"table {spec.name!r} exists with another spec ({differing_fields(known, spec)});"
-                    " use the same spec or another name"
-                )
-        for spec in fresh.values():
+        for spec in self._checks.new_specs(specs):
             table = self._tables[spec.name] = Table(
                 spec,
                 backend=self._backend,
@@ -160,27 +133,13 @@ class Shard:
 
     def current_epoch(self, job: str) -> EpochInfo:
         """The job's epoch here and the last step applied in full; epoch 0 if the job is unknown."""
-        return self._jobs[job].steps.info() if job in self._jobs else EpochInfo(0, 0)
+        return self._jobs.current_epoch(job)
 
     def begin_epoch(self, job: str, num_workers: int, mode: UpdateMode, epoch: int) -> EpochInfo:
         """Fences every earlier epoch of the job: what was staged is dropped, who waits gets FencedEpoch."""
-        state = self._jobs.get(job) or _Job(JobSteps(job))
-        state.steps.check_begin(num_workers, mode, epoch)
-        if not self._temporary:  # persisted before anybody may rely on the fence
-            save_epochs(self.data_dir, {**{name: known.steps.epoch for name, known in self._jobs.items()}, job: epoch})
-        same_workers = num_workers == state.steps.num_workers
-        state.steps.begin(num_workers, mode, epoch)
-        self._jobs[job] = state
-        fenced = [f for push in state.staged.values() for f in push.waiting]
-        fenced += [future for _, _, future in state.waiting_pulls]
-        state.staged.clear()
-        state.waiting_pulls.clear()
-        if not same_workers:
-            state.defaults.clear()
+        info = self._jobs.begin_epoch(job, num_workers, mode, epoch)
         self._advances.abandon(job)
-        for future in fenced:
-            pushes.fail(future, FencedEpoch(f"job {job!r}: epoch {epoch} has begun; stop this worker", epoch))
-        return state.steps.info()
+        return info
 
     # Pull -------------------------------------------------------------------------------------------------------------
 
@@ -224,45 +183,20 @@ class Shard:
         read: Callable[[bool], T],
     ) -> Future[T]:
         """Checks a Pull and calls read(is_repeat) when it is its turn."""
-        job = self._job(who)
+        job = self._jobs.job_of(who)
         check_parts(part, num_parts)
         for name, row_ids in ids.items():
             self._checks.ids(name, row_ids)
             self._checks.owner(who.job, name)
-        future: Future[T] = Future()
-        if job.steps.is_repeated_pull(who.worker, step, part, num_parts):
-            future.set_result(read(True))
-            return future
 
-        def run() -> None:
-            # a retry of it may have run while this one waited
-            is_repeat = job.steps.is_repeated_pull(who.worker, step, part, num_parts)
+        def read_and_own(is_repeat: bool) -> T:
             rows = read(is_repeat)
             if not is_repeat:
                 for name in ids:
                     self._tables[name].job = who.job
-                job.steps.note_pull(who.worker, step, part, num_parts)
-            future.set_result(rows)
+            return rows
 
-        job.waiting_pulls.append((step, run, future))
-        self._run_waiting_pulls(job)
-        return future
-
-    def _run_waiting_pulls(self, job: _Job) -> None:
-        progressed = True
-        while progressed:
-            progressed = False
-            for entry in list(job.waiting_pulls):
-                step, run, future = entry
-                if future.cancelled():
-                    job.waiting_pulls.remove(entry)
-                elif job.steps.may_pull(step):
-                    job.waiting_pulls.remove(entry)
-                    try:
-                        run()
-                    except Exception as error:  # it belongs to this Pull, not to the call that let it run
-                        pushes.fail(future, error)
-                    progressed = True
+        return job.pull_in_turn(who.worker, step, part, num_parts, read_and_own)
 
     # Push -------------------------------------------------------------------------------------------------------------
 
@@ -276,135 +210,10 @@ class Shard:
         num_parts: int = 1,
     ) -> Future[PushAck]:
         """A part that is not the last is acknowledged at once, with rows_applied 0; the last applies all of them."""
-        job = self._job(who)
+        job = self._jobs.job_of(who)
         check_parts(part, num_parts)
         check_wire_dtype(wire_dtype)
-        future: Future[PushAck] = Future()
-        if job.steps.is_repeated_push(who.worker, step):
-            future.set_result(PushAck(step, 0, 0, duplicate=True))
-            return future
-        try:
-            push = self._stage(job, who.worker, step, gradients, wire_dtype, part, num_parts)
-        except InvalidInput:
-            staged = job.staged.get(who.worker)
-            if staged is not None and not staged.is_complete:  # the whole push will be sent again
-                del job.staged[who.worker]
-            raise
-        if not push.is_complete:
-            future.set_result(PushAck(step, 0, 0, duplicate=False))
-            return future
-        push.waiting.append(future)
-        if job.steps.mode == "sync":
-            if len(job.staged) == job.steps.num_workers and all(p.is_complete for p in job.staged.values()):
-                self._apply_step(job, step)
-        else:
-            self._apply_one(job, who.worker)
-        self._run_waiting_pulls(job)
-        return future
-
-    def _stage(
-        self,
-        job: _Job,
-        worker: int,
-        step: int,
-        gradients: Mapping[str, ShardGradients],
-        wire_dtype: WireDtype,
-        part: int,
-        num_parts: int,
-    ) -> Push:
-        """Validates one part and keeps it. A part sent again replaces itself."""
-        for name, table_gradients in gradients.items():
-            self._checks.gradients(job.steps.job, job.staged, worker, step, name, table_gradients, wire_dtype)
-        push = job.staged.get(worker)
-        if push is not None and push.is_complete:  # it waits for other workers: this is a retry, and changes nothing
-            return push
-        if push is None or push.num_parts != num_parts or push.wire_dtype != wire_dtype:
-            push = job.staged[worker] = Push(step, num_parts, wire_dtype=wire_dtype)
-        if part not in push.parts:
-            push.size_bytes += sum(g.row_ids.nbytes + g.values.nbytes for g in gradients.values())
-        if push.size_bytes > MAX_STAGED_BYTES:
-            raise InvalidInput(
-                f"job {job.steps.job!r}, worker {worker}: the push of step {step} holds {push.size_bytes} bytes,"
-                f" more than {MAX_STAGED_BYTES}; use a smaller batch"
-            )
-        # A default gradient may wait for other workers' pushes, long after the caller has reused its array.
-        push.parts[part] = {
-            name: g if g.default_gradient is None else replace(g, default_gradient=g.default_gradient.copy())
-            for name, g in gradients.items()
-        }
-        return push
-
-    def _apply_step(self, job: _Job, step: int) -> None:
-        """sync: sums all workers' gradients per row in worker order and applies each row once."""
-        workers = [job.staged[w] for w in range(job.steps.num_workers)]
-        waiting = [future for push in workers for future in push.waiting]
-        job.staged.clear()
-        names = list({name: None for push in workers for part in push.parts.values() for name in part})
-        chunks = [[(chunk, push.wire_dtype) for push in workers for chunk in push.chunks(name)] for name in names]
-        try:
-            defaults = [
-                default_update(name, [c for c, _ in of_table if c.default_gradient is not None])
-                for name, of_table in zip(names, chunks, strict=True)
-            ]
-            applied, ignored = self._apply_tables(job, names, chunks, step)
-        except InvalidInput as error:  # a sum over the workers overflowed: nothing was applied
-            for future in waiting:
-                pushes.fail(future, error)
-            return
-        self._apply_defaults(job, [default for default in defaults if default], step)
-        for worker in range(job.steps.num_workers):
-            job.steps.note_push(worker, step)
-        for future in waiting:
-            pushes.complete(future, PushAck(step, applied, ignored, duplicate=False))
-
-    def _apply_one(self, job: _Job, worker: int) -> None:
-        """pipelined: applies one worker's push; default rows wait for all workers, so that all shards agree on them."""
-        push = job.staged.pop(worker)
-        names = list({name: None for part in push.parts.values() for name in part})
-        chunks = [[(chunk, push.wire_dtype) for chunk in push.chunks(name)] for name in names]
-        applied, ignored = self._apply_tables(job, names, chunks, push.step)
-        defaults = {
-            name: chunk
-            for name, of_table in zip(names, chunks, strict=True)
-            for chunk, _ in of_table
-            if chunk.default_gradient is not None
-        }
-        job.steps.note_push(worker, push.step)
-        job.defaults.setdefault(push.step, {})[worker] = defaults
-        for step in sorted(job.defaults):
-            by_worker = job.defaults[step]
-            if len(by_worker) < job.steps.num_workers:
-                break
-            del job.defaults[step]
-            for name in {name: None for w in sorted(by_worker) for name in by_worker[w]}:
-                gradients_of_name = [by_worker[w][name] for w in sorted(by_worker) if name in by_worker[w]]
-                try:
-                    update = default_update(name, gradients_of_name)
-                except InvalidInput as error:  # the rows are applied and acknowledged by now
-                    self._events.append(f"step {step}: {error}; the default row skips this step")
-                    continue
-                self._apply_defaults(job, [update] if update else [], step)
-        for future in push.waiting:
-            pushes.complete(future, PushAck(push.step, applied, ignored, duplicate=False))
-
-    def _apply_tables(
-        self, job: _Job, names: list[str], chunks: list[list[tuple[ShardGradients, WireDtype]]], step: int
-    ) -> tuple[int, int]:
-        """(rows applied, rows ignored) over all tables."""
-        updates = []
-        for name, of_table in zip(names, chunks, strict=True):
-            with_rows = [(chunk, dtype) for chunk, dtype in of_table if chunk.row_ids.shape[0]]
-            if not with_rows and self._tables[name].decay is not None:
-                with_rows = of_table[:1]  # its learning rate is what all hot rows decay by
-            if with_rows:
-                updates.append(update_of(self._tables[name], with_rows))
-        return self._rows.apply(updates, scale=1.0 / job.steps.num_workers, step=step)
-
-    def _apply_defaults(self, job: _Job, updates: list[tuple[str, np.ndarray, float]], step: int) -> None:
-        for name, total, learning_rate in updates:
-            self._tables[name].apply_default(
-                total, scale=1.0 / job.steps.num_workers, learning_rate=learning_rate, step=step
-            )
+        return self._pushes.push(job, who.worker, step, gradients, wire_dtype, part, num_parts)
 
     # Advance ----------------------------------------------------------------------------------------------------------
 
@@ -434,7 +243,7 @@ class Shard:
         return self._advances.end_data_pass(who.job, step)
 
     def _check_barrier(self, who: Identity, step: int) -> None:
-        self._job(who).steps.check_barrier(step)
+        self._jobs.job_of(who).steps.check_barrier(step)
 
     # Look-up, statistics, background ----------------------------------------------------------------------------------
 
@@ -450,7 +259,7 @@ class Shard:
         """Has the frozen rows among these read from disk beside what follows. A hint, with no other effect."""
         for name, row_ids in ids.items():
             self._checks.ids(name, row_ids)
-            self._tables[name].prefetch(row_ids)
+            cold_path.prefetch(self._tables[name], row_ids)
 
     def settle(self, max_bytes: int = SETTLED_IN_A_REPORT_BYTES) -> None:
         """Finishes the background work on the segments of every table that has no more than max_bytes of it."""
@@ -498,11 +307,12 @@ class Shard:
         if self._temporary:
             shutil.rmtree(self.data_dir, ignore_errors=True)
 
-    # Checks -----------------------------------------------------------------------------------------------------------
 
-    def _job(self, who: Identity) -> _Job:
-        job = self._jobs.get(who.job)
-        if job is None or not job.steps.num_workers:
-            raise NotReady(f"job {who.job!r}: no epoch has begun on this shard; call BeginEpoch first")
-        job.steps.check(who)
-        return job
+def _made_folder(data_dir: Path | None) -> Path:
+    if data_dir is None:
+        return Path(tempfile.mkdtemp(prefix="frostline-"))
+    try:
+        Path(data_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(f"data_dir={data_dir}: {error}; name a folder that can be made there") from None
+    return Path(data_dir)

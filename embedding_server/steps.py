@@ -1,6 +1,7 @@
 """Exactly once: which Pull and Push of a job a shard may run now, has run before, or must refuse.
 
-Pure bookkeeping, no rows: shard.py asks and then acts. One JobSteps per job, thrown away never, renewed by each epoch.
+Pure bookkeeping, no rows: jobs.py and pushes.py ask and then act. One JobSteps per job, thrown away never, renewed
+by each epoch.
 
 Rules (seq = step, steps count from 1):
 - A worker's Push of step s is applied iff s == applied[worker] + 1; s <= applied[worker] is a repeat (acknowledged

@@ -1,14 +1,15 @@
-"""A table of one shard: index + hot rows + segments + heat. What a Pull, a Push and a look-up do to it.
+"""A table of one shard: its state, which is index + hot rows + segments + heat, and what keeps the parts in step.
 
-Where rows move is elsewhere: admission.py (an ID gets a row), freezing.py (a row freezes, a row thaws), forgetting.py
-(a row goes), hot_limit.py (room under the limits of bytes), compaction.py (slots); reselection.py decides.
+What requests do to it is elsewhere: hot_path.py (Pull, Push and look-up of hot rows), cold_path.py (of the others).
+So is where rows move: admission.py (an ID gets a row), freezing.py (a row freezes, a row thaws), forgetting.py (a row
+goes), hot_limit.py (room under the limits of bytes), compaction.py (slots); reselection.py decides.
 
 Thread safety: none; the thread that owns the shard owns its tables.
 Invariants:
 1. Every index entry is hot (its slot is taken), frozen (its segment position is live) or INITIAL.
 2. last_step[slot] is the last step whose training Pull named the row, so a visit is counted once a step whatever the
-   number of workers, because no worker pulls step t+1 before all pulled step t (shard.py).
-3. The default row changes only through `apply_default`, which every shard calls with the same numbers.
+   number of workers, because no worker pulls step t+1 before all pulled step t (steps.py).
+3. A row that leaves its hot slot raises `generation`, so that no slots found before are used after.
 """
 
 from __future__ import annotations
@@ -23,35 +24,24 @@ from pathlib import Path
 import numpy as np
 
 from embedding_server import compaction, heat
-from embedding_server.admission import VisitCounts, admit
-from embedding_server.errors import InvalidInput
-from embedding_server.freezing import thaw
-from embedding_server.hot_limit import give_back, hot_row_bytes, rows_under_cap, take_slots
-from embedding_server.hot_rows import ALL_ONES, CpuHotRows, ReservedHotRows
-from embedding_server.index import FROZEN_BIT, INITIAL, Index
+from embedding_server.admission import VisitCounts
+from embedding_server.cold_path import ColdVisits
+from embedding_server.default_row import DefaultRow
+from embedding_server.hot_limit import hot_row_bytes, rows_under_cap, take_slots
+from embedding_server.hot_rows import ALL_ONES, ReservedHotRows
+from embedding_server.index import FROZEN_BIT, Index
 from embedding_server.kernels import Backend, tables
-from embedding_server.kernels.cpu import all_finite, initial_values
 from embedding_server.kernels.row_updates import KINDS
-from embedding_server.kernels.visits import add_by_inverse, has_duplicates, hot_slots, in_buckets
-from embedding_server.kernels.wire import MODES, from_float32, wire_view
-from embedding_server.optimizers import initial_state, table_seed
+from embedding_server.kernels.visits import hot_slots, in_buckets
+from embedding_server.kernels.wire import from_float32
+from embedding_server.optimizers import table_seed
 from embedding_server.policy import control_buckets
-from embedding_server.ranking import thaws_at_visit
 from embedding_server.reserved import ReservedArray
 from embedding_server.segment_builder import MAX_SEGMENT_BYTES
 from embedding_server.segments import SegmentSet
 from embedding_server.slots import MemoryBudget, Slots
 from embedding_server.spec import TableSpec
-from embedding_server.store import (
-    BAND_SHIFT,
-    DEFAULT,
-    FOUND,
-    NUM_BUCKETS,
-    TRAINABLE,
-    Frostline,
-    TableStats,
-    WireDtype,
-)
+from embedding_server.store import BAND_SHIFT, FOUND, NUM_BUCKETS, TRAINABLE, Frostline, TableStats, WireDtype
 from embedding_server.table_stats import bytes_of, stats_of
 from embedding_server.weight_decay import WeightDecay
 
@@ -79,54 +69,50 @@ class Table:
         ask_others(table, size_bytes, step) makes the shard's other tables give back memory that this one needs.
         """
         self.spec = spec
+        self.seed = table_seed(spec)
+        self.control = control_buckets(spec)
+        self.budget = budget
         self.hot_row_bytes = hot_row_bytes(spec)
         self.max_hot_rows = rows_under_cap(spec, buckets)
+        self.on_event = on_event
+        self.ask_others = ask_others
+
         max_slots = min(budget.limit_bytes // self.hot_row_bytes + 1, 2**31 - 1)
         self.index = Index(NUM_BUCKETS)
         self.slots = Slots(max_slots)
         self.hot = backend.hot_rows(spec.dim, spec.optimizer, max_slots, spec.policy.hot_bits)
-        self.decay = WeightDecay(spec.optimizer.weight_decay) if spec.optimizer.weight_decay else None
         self.last_step = ReservedArray(max_slots, 1, np.int32)
         self.visits = ReservedArray(max_slots, 1, np.uint8)
-        self.segments = SegmentSet(
-            data_dir / "segments" / _folder_name(spec.name),
-            spec.name,
-            NUM_BUCKETS,
-            dim=spec.dim,
-            bits=spec.policy.frozen_bits,
-            executor=writer,
-            segment_bytes=max(_LEAST_SEGMENT_BYTES, min(MAX_SEGMENT_BYTES, budget.limit_bytes // 16)),
-            on_event=on_event,
-        )
-        self.control = control_buckets(spec)
+        self.decay = WeightDecay(spec.optimizer.weight_decay) if spec.optimizer.weight_decay else None
+        self.segments = _new_segments(spec, data_dir, budget, writer, on_event)
+        self.default_row = DefaultRow(spec, self.decay)
         self.waiting = VisitCounts() if spec.policy.min_count > 1 else None  # IDs below min_count
+
+        self.job: str | None = None  # whose steps the table's visits count in; set by the first training Pull
+        self.last_step_seen = 0
+        self.rate = np.float32(0.0)  # of the last Push, as kernels take it
         self.frostline: Frostline | None = None
+        self.has_rare_frozen = False  # policy compact: rows that a limit froze before they were idle; see forgetting.py
+        self._num_rebases = 0
+
+        self.is_at_limit = False
+        self.limit_bucket = 0  # where freeze_coldest goes on in a large table
+        self.compaction_bucket = 0
+        self.generation = 0  # rises whenever a row leaves its hot slot
+        self.cold_visits = ColdVisits()
+        self._pulled: deque[tuple[np.ndarray, np.ndarray, int]] = deque(maxlen=_PULLS_KEPT)
+        self._start_counts()
+        self.record_memory()
+
+    def _start_counts(self) -> None:
+        """What happens to the table's rows, counted as it happens, for TableStats and MaskInfo."""
         self.rows_frozen = self.rows_ignored = self.rows_unfreezable = self.rows_default_reads = 0
         self.moves_frozen = self.moves_frozen_idle = self.moves_frozen_rank = self.moves_frozen_limit = 0
         self.moves_thawed = self.moves_thawed_visit = self.moves_thawed_rank = self.moves_forgotten = 0
         self.rows_ranked = self.rows_ranked_before = 0  # of the last re-selection, as in MaskInfo
         self.bytes_peak = 0
-        self._default = CpuHotRows(spec.dim, spec.optimizer, 1)
-        state = initial_state(spec.optimizer, spec.dim)[None]
-        self._default.write(np.zeros(1, np.int32), np.zeros((1, spec.dim), np.float32), state)
-        self.job: str | None = None  # whose steps the table's visits count in; set by the first training Pull
-        self.budget = budget
-        self.ask_others = ask_others
-        self.on_event = on_event
-        self.is_at_limit = False
-        self.has_rare_frozen = False  # policy compact: rows that a limit froze before they were idle; see forgetting.py
-        self.limit_bucket = 0  # where freeze_coldest goes on in a large table
-        self.compaction_bucket = 0
-        self.last_step_seen = 0
-        self.rate = np.float32(0.0)  # of the last Push, as kernels take it
-        self._num_rebases = 0
-        self.generation = 0  # rises whenever a row leaves its hot slot
-        self._pulled: deque[tuple[np.ndarray, np.ndarray, int]] = deque(maxlen=_PULLS_KEPT)
-        self._cold_step, self._cold_ids = -1, np.empty(0, np.int64)
-        self._seed = table_seed(spec)
-        self.record_memory()
 
-    # Pull and look-up: what hot_path.py asks of a table --------------------------------------------------------------
+    # What hot_path.py asks of a table -----------------------------------------------------------------------------
 
     def directory_row(self) -> np.ndarray:
         """int64[COLUMNS] of kernels/tables.py. These arrays never move while the table lives."""
@@ -146,55 +132,6 @@ class Table:
         if self.decay is not None and isinstance(self.hot, ReservedHotRows):
             row[tables.LOG_SUMS] = self.decay.settled_address
         return row
-
-    def visit_cold(self, row_ids: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """A training visit of rows that are not hot: counts it, thaws, admits.
-
-        int64[n] -> entry addresses and locations as they are afterwards.
-        """
-        if has_duplicates(row_ids):
-            unique, inverse = np.unique(row_ids, return_inverse=True)
-            entries, locations = self.visit_cold(unique, step)
-            return entries[inverse], locations[inverse]
-        self.catch_up()  # here, for no location of a frozen row is held yet, and merges change them
-        entries, locations, missing, frozen = self.index.locate(row_ids)
-        first = self._first_cold_visits(row_ids, step)
-        if frozen:
-            self.bump_heat(entries, first, step)
-            self._thaw_visited(row_ids, entries, locations, step)
-        if missing:
-            admit(self, row_ids[entries == 0], first[entries == 0], step)
-        self.record_memory()
-        entries, locations, _, _ = self.index.locate(row_ids)
-        return entries, locations
-
-    def read_cold(
-        self,
-        row_ids: np.ndarray,
-        positions: np.ndarray,
-        entries: np.ndarray,
-        locations: np.ndarray,
-        values: np.ndarray,
-        flags: np.ndarray,
-        wire_dtype: WireDtype,
-        *,
-        reads_default: bool,
-    ) -> None:
-        """Fills values[positions] and flags[positions] of rows that are not hot; row_ids, values, flags: all rows."""
-        dim, spec = self.spec.dim, self.spec
-        absent = entries == 0
-        initial = positions[~absent & (locations == INITIAL)]
-        stored = ~absent & (locations != INITIAL)
-        bands = self.bands(entries) << np.uint8(BAND_SHIFT)
-        flags[positions] = np.where(absent, np.uint8(DEFAULT if reads_default else 0), np.uint8(FOUND) | bands)
-        if stored.any():
-            self.segments.gather(locations[stored], wire_view(values), positions[stored], MODES[wire_dtype])
-        if initial.shape[0]:
-            start = initial_values(row_ids[initial], self._seed, dim, spec.init_min, spec.init_max)
-            values[initial] = from_float32(start, wire_dtype)
-        if absent.any():
-            default = self._default.read(np.zeros(1, np.int32))[0] if reads_default else np.zeros((1, dim), np.float32)
-            values[positions[absent]] = from_float32(default, wire_dtype)
 
     def bands(self, entries: np.ndarray) -> np.ndarray:
         """Heat bands (store.Rows) of the rows of index entries, int64[n] -> uint8[n]: 0 without entry or heat."""
@@ -246,52 +183,11 @@ class Table:
         if (factors != 1.0).any():
             self.hot.scale(slots, factors, step)
 
-    def prefetch(self, row_ids: np.ndarray) -> None:
-        """int64[n]: has the pages of frozen rows among these read in beside the caller. A hint, no other effect."""
-        locations = self.index.locate(row_ids)[1]
-        self.segments.prefetch(locations[((locations & FROZEN_BIT) != 0) & (locations != INITIAL)])
+    # Slots of a Push ----------------------------------------------------------------------------------------------
 
     def remember(self, row_ids: np.ndarray, slots: np.ndarray) -> None:
         """The rows of a Pull, all of them hot: the Push of the step will most likely name the same."""
         self._pulled.append((row_ids, slots, self.generation))
-
-    # Push -----------------------------------------------------------------------------------------------------------
-
-    def check_gradients(
-        self, row_ids: np.ndarray, values: np.ndarray | None, wire_dtype: WireDtype, default_gradient: np.ndarray | None
-    ) -> None:
-        """InvalidInput if a gradient is not finite or does not fit. Changes nothing."""
-        name, dim = self.spec.name, self.spec.dim
-        if values is not None:
-            self._check_values(row_ids, values, wire_dtype)
-        if default_gradient is None:
-            return
-        if not isinstance(default_gradient, np.ndarray) or default_gradient.shape != (dim,):
-            raise InvalidInput(
-                f"table {name!r}: default_gradient has shape {list(default_gradient.shape)}; it must have {dim} values"
-            )
-        if default_gradient.dtype != np.float32 or not np.isfinite(default_gradient).all():
-            raise InvalidInput(
-                f"table {name!r}: the default row's gradient is not finite float32 values ({default_gradient.dtype});"
-                " nothing of this push was applied"
-            )
-
-    def _check_values(self, row_ids: np.ndarray, values: np.ndarray, wire_dtype: WireDtype) -> None:
-        name, dim = self.spec.name, self.spec.dim
-        if values.ndim != 2 or values.shape != (row_ids.shape[0], dim):
-            raise InvalidInput(
-                f"table {name!r}: gradients of shape {list(values.shape)} do not fit {row_ids.shape[0]} row_ids of"
-                f" dim {dim}; send one row of {dim} values per row_id"
-            )
-        if not values.flags.c_contiguous:
-            raise InvalidInput(f"table {name!r}: gradients must lie row by row (C-contiguous); send a copy")
-        bad = all_finite(wire_view(values), MODES[wire_dtype])
-        if bad >= 0:
-            raise InvalidInput(
-                f"table {name!r}: the gradient of row_id {int(row_ids[bad // dim])} (position {bad // dim}, column"
-                f" {bad % dim}) is not finite; nothing of this push was applied. Check the loss,"
-                " lower the learning rate or clip"
-            )
 
     def slots_of_pull(self, row_ids: np.ndarray) -> np.ndarray | None:
         """The slots that a recent Pull of just these row_ids found, if no row has left its slot since.
@@ -311,42 +207,9 @@ class Table:
         self.rows_ignored += ignored
         return slots, ignored
 
-    def apply_default(self, gradient: np.ndarray, *, scale: float, learning_rate: float, step: int) -> None:
-        """One optimizer step for the default row; gradient float32[D]."""
-        zero = np.zeros(1, np.int32)
-        if self.decay is not None:
-            self._default.scale(zero, np.full(1, self.decay.factor(learning_rate), np.float32), step)
-        rows = np.ascontiguousarray(gradient[None, :], np.float32)
-        self._default.apply(zero, rows, zero, "float32", scale, learning_rate, step)
-
-    # What moves rows ------------------------------------------------------------------------------------------------
-
     def take_slots(self, n: int, step: int) -> np.ndarray:
         """hot_limit.take_slots for rows that have an index entry."""
         return take_slots(self, n, step)
-
-    def give_back(self, size_bytes: int, step: int) -> None:
-        """hot_limit.give_back."""
-        give_back(self, size_bytes, step)
-
-    def _thaw_visited(self, row_ids: np.ndarray, entries: np.ndarray, locations: np.ndarray, step: int) -> None:
-        at = np.flatnonzero((entries != 0) & ((locations & FROZEN_BIT) != 0))
-        at = at[thaws_at_visit(self, locations[at])]
-        if not at.shape[0]:
-            return
-        thawed = at[: thaw(self, entries[at], locations[at], row_ids[at], step)]
-        self.moves_thawed_visit += thawed.shape[0]
-        slots = self.index.locate(row_ids[thawed])[1]
-        self.visits.array[slots, 0] = np.minimum(254, self.visits.array[slots, 0]) + 1
-
-    def _first_cold_visits(self, row_ids: np.ndarray, step: int) -> np.ndarray:
-        """bool[n]: no earlier Pull of this step named the row. Rows that are not hot keep no last_step to tell."""
-        if step != self._cold_step:
-            self._cold_step, self._cold_ids = step, row_ids
-            return np.ones(row_ids.shape[0], np.bool_)
-        first = ~np.isin(row_ids, self._cold_ids)
-        self._cold_ids = np.concatenate([self._cold_ids, row_ids[first]])
-        return first
 
     # Heat, memory, statistics ---------------------------------------------------------------------------------------
 
@@ -430,7 +293,7 @@ class Table:
 
     def close(self) -> None:
         self.hot.close()
-        self._default.close()
+        self.default_row.close()
         if self.decay is not None:
             self.decay.close()
         self.last_step.close()
@@ -438,29 +301,26 @@ class Table:
         self.segments.close()
 
 
+def _new_segments(
+    spec: TableSpec,
+    data_dir: Path,
+    budget: MemoryBudget,
+    writer: Executor | None,
+    on_event: Callable[[str], None],
+) -> SegmentSet:
+    return SegmentSet(
+        data_dir / "segments" / _folder_name(spec.name),
+        spec.name,
+        NUM_BUCKETS,
+        dim=spec.dim,
+        bits=spec.policy.frozen_bits,
+        executor=writer,
+        segment_bytes=max(_LEAST_SEGMENT_BYTES, min(MAX_SEGMENT_BYTES, budget.limit_bytes // 16)),
+        on_event=on_event,
+    )
+
+
 def _folder_name(table: str) -> str:
     """A file name that is safe for any table name, and still tells people which table it is."""
     digest = hashlib.blake2b(table.encode("utf-8"), digest_size=8).hexdigest()
     return f"{re.sub(r'[^A-Za-z0-9_-]', '_', table)[:40]}-{digest}"
-
-
-def sum_by_row(
-    row_ids: np.ndarray, values: list[tuple[np.ndarray, WireDtype]], dim: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Sums gradients of repeated row_ids in order: int64[n] and chunks of [n_k, D] -> int64[u], float32[u, D].
-
-    InvalidInput if a sum is not finite.
-    """
-    unique, inverse = np.unique(row_ids, return_inverse=True)
-    out = np.zeros((unique.shape[0], dim), np.float32)
-    start = 0
-    for chunk, dtype in values:
-        add_by_inverse(wire_view(chunk), MODES[dtype], inverse[start : start + chunk.shape[0]], out)
-        start += chunk.shape[0]
-    bad = all_finite(out, MODES["float32"])
-    if bad >= 0:
-        raise InvalidInput(
-            f"the gradient of row_id {int(unique[bad // dim])}, summed over workers, parts or repeats, is not finite;"
-            " nothing of this step was applied. Scale the loss down or clip"
-        )
-    return unique, out

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from embedding_server import ranking
+from embedding_server.hot_limit import give_back
 from embedding_server.kernels.hashing import buckets_of
 from embedding_server.policy import compute_frostline, control_buckets, is_above, may_move, rank_bins
 from embedding_server.spec import OptimizerSpec, PolicySpec, ScheduleSpec, TableSpec
@@ -224,7 +225,7 @@ def test_rows_under_control_never_freeze_by_rank_and_thaw_if_a_limit_froze_them(
         assert set(control.tolist()) <= shards.hot()
         assert len(shards.hot()) == pytest.approx(control.shape[0] + 0.01 * (ids.shape[0] - control.shape[0]), abs=3)
         for shard, table in zip(shards.shards, shards.tables, strict=True):
-            table.give_back(10**9, shards.step + 10)  # as at the memory limit
+            give_back(table, 10**9, shards.step + 10)  # as at the memory limit
             assert shard.stats().tables["t"].rows_hot < control.shape[0]
         shards.reselect()
         assert set(control.tolist()) <= shards.hot()
