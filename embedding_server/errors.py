@@ -9,7 +9,7 @@
     |-- FencedEpoch                  the caller's epoch is over; carries current_epoch
     |-- Overloaded                   a named limit is full now; carries retry_after_ms
     |-- SegmentCorrupt               a file of frozen rows does not hold what it should; carries path
-    `-- StoreUnavailable             a shard cannot be reached (raised by network stores only)
+    `-- StoreUnavailable             a shard cannot be reached, waits in vain for workers, or cannot write its epoch
 
 A message says what, the value, the rule and the next step. services/rpc_errors.py maps each class to one
 gRPC status and back, so that a remote store raises the same classes as an in-process one.
@@ -72,4 +72,4 @@ class SegmentCorrupt(FrostlineError):
 
 
 class StoreUnavailable(FrostlineError):
-    """A shard did not answer within the deadline and its retries."""
+    """No answer within the deadline and its retries, or none that would hold: the disk does not take an epoch."""

@@ -25,7 +25,6 @@ from embedding_server.kernels.hashing import hash_row_id, mix64
 
 CODES_PER_OCTAVE = 1024
 CODES_PER_BIN = 16
-NUM_BINS = 65536 // CODES_PER_BIN
 _ORIGIN = 16384.0  # code of "one visit now" right after a rebase: 16 octaves of history below it
 CODES_PER_REBASE = 24576.0  # codes between rebases; "now" stays under 40960, so sums of 2^24 visits fit above it
 _TO_UNIT = 1.0 / 16777216.0
@@ -82,12 +81,6 @@ def whole_code(now):
 def band(code, now):
     """uint8 in [0, 31]: min(31, floor(4 log2 heat)) for heat >= 1, 0 below 1: bits of store.Rows. now: whole_code."""
     return np.uint8(min(_MAX_BAND, max(0, (np.int64(code) - now) >> _BAND_BITS)))
-
-
-def rebase_codes(codes: np.ndarray, times: int) -> np.ndarray:
-    """uint16 codes lowered by `times` moves of the origin; visited rows stay >= 1."""
-    lowered = np.maximum(codes.astype(np.int64) - int(CODES_PER_REBASE) * times, 1)
-    return np.where(codes == 0, 0, lowered).astype(np.uint16)
 
 
 def heat_of_codes(codes: np.ndarray, step: int, half_life_steps: float) -> np.ndarray:

@@ -34,7 +34,7 @@ A frozen row keeps, as one byte, how much the mean of h (adagrad, rowwise_adagra
 again) has gained on initial_accumulator, or the mean of v (adam), on a log scale: quarter octaves from 2^-40 to 2^23.5,
 at most 2^(1/8), 9%, off, which is 4.5% of a step or less. The gain and not the sum, because gradients that are means
 over a batch add little to an initial accumulator, which would drown them. A thaw that starts from a cold accumulator
-instead loses 0.7 to 8.5 AUC points (DESIGN.md). Code 0 is no gain. DO NOT CHANGE: segments hold these codes.
+instead loses 0.7 to 8.5 AUC points. Code 0 is no gain. DO NOT CHANGE: segments hold these codes.
 
 adam's m is not kept. In a hot row it would still move w at later visits: nine tenths of a gradient come so at beta1 =
 0.9, and rows that freeze between visits would lose them. So a freeze takes at once what is to come (`step_at_freeze`):

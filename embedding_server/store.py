@@ -1,7 +1,7 @@
 """EmbeddingStore: the seam between training and storage. Trainers see nothing else of the embedding servers.
 
-Implementations: InprocStore (embedding_server/inproc.py: shards in this process, no server) and RemoteStore
-(services/shard_client.py: shards over gRPC). One contract suite, tests/contract/, runs over all of them.
+Implementations: InprocStore (embedding_server/inproc.py: a shard in this process, no server) and RemoteStore
+(services/shard_client.py: shards over gRPC). tests/services/test_shard_client.py holds them to the same rows.
 
 Shapes: n row_ids of one table in one call, D the table's dim, S shards, W wire bytes of a value (4 or 2).
 

@@ -14,7 +14,7 @@ and a row's last_step, which it has anyway, says what lies in its slot: a row wi
 - A training Pull of step t multiplies the row by exp(settled[t] - settled[s]) and sets last_step to t.
 - A Push adds to a row that still has decay pending, that of its own step in any case. The change is divided by
   exp(total - settled[s]), so that what decays later is the old weights and not the update: AdamW's order.
-- A look-up, a freeze and a save read values times pending and store nothing. A frozen row does not decay; thawed at
+- A look-up and a freeze read values times pending and store nothing. A frozen row does not decay; thawed at
   step t, it is written divided by exp(total - settled[t]).
 
 So it does not matter how many workers pull or push a step, or whether Pull t+1 comes before Push t (pipelined).

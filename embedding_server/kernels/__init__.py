@@ -59,11 +59,6 @@ def torch_available() -> bool:
     return _is_installed("torch")
 
 
-def fbgemm_available() -> bool:
-    """FBGEMM is installed and a CUDA device present, so that rows can live in GPU memory."""
-    return why_not_fbgemm() == ""
-
-
 def why_not_fbgemm() -> str:
     """Why rows cannot live in GPU memory here; empty if they can. Imports torch only where there is a GPU."""
     if not (_is_installed("torch") and _is_installed("fbgemm_gpu")):

@@ -45,5 +45,5 @@ def hash_row_ids(row_ids: np.ndarray) -> np.ndarray:
 
 
 def buckets_of(row_ids: np.ndarray, num_buckets: int) -> np.ndarray:
-    """int64[n] -> int64[n] in [0, num_buckets)."""
+    """Vectorised bucket_of: int64[n] -> int64[n] in [0, num_buckets). The reference in tests."""
     return (hash_row_ids(row_ids) & np.uint64(num_buckets - 1)).astype(np.int64)

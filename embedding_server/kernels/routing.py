@@ -153,12 +153,6 @@ class Routing:
     inverse: np.ndarray  # int32[N]: row_ids[i] == unique[inverse[i]]
     counts: np.ndarray  # int32[U]: look-ups of each unique row_id
 
-    def lookups_by_row(self) -> tuple[np.ndarray, np.ndarray]:
-        """CSR of the inverse: (starts int64[U+1], lookups int32[N]); row u has lookups[starts[u] : starts[u+1]]."""
-        starts = np.zeros(self.counts.size + 1, np.int64)
-        np.cumsum(self.counts, out=starts[1:])
-        return starts, np.argsort(self.inverse, kind="stable").astype(np.int32)
-
 
 def dedup_route(row_ids: np.ndarray, shard_of_bucket: np.ndarray, num_shards: int) -> Routing:
     """Dedups and routes the row_ids int64[N] of one table. shard_of_bucket is int32[num_buckets], a power of two."""

@@ -12,12 +12,8 @@ from embedding_server.index import FROZEN_BIT
 from embedding_server.kernels.hashing import bucket_of, hash_row_id
 from embedding_server.kernels.kernel import array, kernel, view
 from embedding_server.kernels.wire import load
-from embedding_server.store import DEFAULT, FOUND, TRAINABLE
 
 _ENTRIES, _LOCATIONS, _IDS = view(int64), view(uint32), view(int64)
-_HOT_FLAGS = np.uint8(TRAINABLE | FOUND)
-_FROZEN_FLAGS = np.uint8(FOUND)
-_DEFAULT_FLAGS = np.uint8(DEFAULT)
 
 
 @kernel(int64(_ENTRIES, _LOCATIONS, array(int32)))

@@ -110,7 +110,10 @@ def wire_view(values: np.ndarray) -> np.ndarray:
 
 
 def to_float32(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Wire values -> float32 array of the same shape (a copy unless float32)."""
+    """Wire values -> float32 array of the same shape (a copy unless float32).
+
+    The plain reference of the kernels' load().
+    """
     if dtype == "float32":
         return values
     if dtype == "float16":

@@ -75,7 +75,7 @@ def test_control_buckets_are_a_share_drawn_by_name_and_seed() -> None:
 
 
 def test_the_histogram_has_a_bin_for_every_code_of_heat() -> None:
-    assert heat.NUM_BINS == NUM_RANK_BINS
+    assert NUM_RANK_BINS * heat.CODES_PER_BIN == 65536
     codes = np.array([0, 15, 16, 65535], np.uint16)
     assert rank_bins(PolicySpec(kind="topk"), np.zeros(4, np.int64), codes).tolist() == [0, 0, 1, NUM_RANK_BINS - 1]
 

@@ -338,6 +338,8 @@ class Harness:
             histogram = self.shard.heat_histograms(self.who(0), self.step)["t"]
             frostlines = {"t": frostline_at(self.spec.policy, histogram, self.step)}
         before = self.frozen_bytes()
+        job = self.shard._jobs.job_of(self.who(0))
+        assert not (job.staged or job.defaults or job.waiting_pulls), "at a barrier the steps say all of a job"
         while not self.shard.reselect(self.who(0), self.step, frostlines)[1]:
             pass
         self._maintain()
