@@ -88,21 +88,24 @@ class Table:
         self.default_row = DefaultRow(spec, self.decay)
         self.waiting = VisitCounts() if spec.policy.min_count > 1 else None  # IDs below min_count
 
-        self.job: str | None = None  # whose steps the table's visits count in; set by the first training Pull
-        self.last_step_seen = 0
-        self.rate = np.float32(0.0)  # of the last Push, as kernels take it
-        self.frostline: Frostline | None = None
-        self.has_rare_frozen = False  # policy compact: rows that a limit froze before they were idle; see forgetting.py
-        self._num_rebases = 0
-
         self.is_at_limit = False
         self.limit_bucket = 0  # where freeze_coldest goes on in a large table
         self.compaction_bucket = 0
         self.generation = 0  # rises whenever a row leaves its hot slot
         self.cold_visits = ColdVisits()
         self._pulled: deque[tuple[np.ndarray, np.ndarray, int]] = deque(maxlen=_PULLS_KEPT)
+        self._start_history()
         self._start_counts()
         self.record_memory()
+
+    def _start_history(self) -> None:
+        """What training has left in a table beside its rows and their heat."""
+        self.job: str | None = None  # whose steps the table's visits count in; set by the first training Pull
+        self.last_step_seen = 0
+        self.rate = np.float32(0.0)  # of the last Push, as kernels take it
+        self.frostline: Frostline | None = None
+        self.has_rare_frozen = False  # policy compact: rows that a limit froze before they were idle; see forgetting.py
+        self._num_rebases = 0
 
     def _start_counts(self) -> None:
         """What happens to the table's rows, counted as it happens, for TableStats and MaskInfo."""
