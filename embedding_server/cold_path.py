@@ -98,6 +98,8 @@ def read(
 
 def prefetch(table: Table, row_ids: np.ndarray) -> None:
     """int64[n]: has the pages of frozen rows among these read in beside the caller. A hint, no other effect."""
+    if not table.segments.has_files:
+        return
     locations = table.index.locate(row_ids)[1]
     table.segments.prefetch(locations[((locations & FROZEN_BIT) != 0) & (locations != INITIAL)])
 

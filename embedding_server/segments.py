@@ -222,6 +222,11 @@ class SegmentSet:
         return int(np.count_nonzero(self._rows))
 
     @property
+    def has_files(self) -> bool:
+        """Some rows lie in mapped files, and not only in buffers."""
+        return bool(self._mapped)
+
+    @property
     def rows_total(self) -> int:
         return int(self._rows.sum())
 

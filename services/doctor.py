@@ -169,9 +169,8 @@ def check_cpu() -> Check:
 
 
 def check_memory() -> Check:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _cgroup_number("memory.max", "memory/memory.limit_in_bytes")
-    usable = min(total, limit) if limit else total
+    total, limit = _memory_bytes()
+    usable = usable_memory_bytes()
     found = f"{total / GIB:.1f} GiB" + (f", cgroup limit {limit / GIB:.1f} GiB" if limit and limit < total else "")
     if usable < 4 * GIB:
         return Check("memory", "warn", found, "lower servers.memory_limit_bytes and servers.num_shards")
@@ -282,6 +281,18 @@ def _cpu_flags() -> set[str]:
 def _cpu_model() -> str:
     lines = _cpu_lines("model name")
     return lines[0] if lines else platform.machine()
+
+
+def usable_memory_bytes() -> int:
+    """Of this machine, or of this cgroup if it may use less; pages of files count in both."""
+    total, limit = _memory_bytes()
+    return min(total, limit) if limit else total
+
+
+def _memory_bytes() -> tuple[int, int | None]:
+    """(of the machine, limit of this cgroup)."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total, _cgroup_number("memory.max", "memory/memory.limit_in_bytes")
 
 
 def _cgroup_number(v2: str, v1: str) -> int | None:

@@ -44,17 +44,32 @@ def estimate(job_file: JobFile, settings: SettingsOption = None, as_json: JsonOp
     re-selections: what comes out is what the run will hold. When the tables do not fit 1 GiB, a hash-sample of the IDs
     stands for all. Every arm is predicted. To look at a part of the data: --set trainer.max_steps=N.
 
-    Hot rows, their optimizer state, index and heat are memory; frozen rows are files, dead rows included.
+    Hot rows, their optimizer state, index and heat are memory; frozen rows are files, dead rows included. Where those
+    will not fit the memory of this machine, a line recommends trainer.prefetch_frozen.
     """
     console = wide_console(stderr=as_json)
     with errors_to_exit_status(console):
         job = _load(job_file, settings)
+        from services.doctor import usable_memory_bytes
         from trainer.estimate import estimate_jobs
 
-        arms = estimate_jobs(job.arm_jobs(), lambda text: console.print(text, highlight=False))
+        jobs = job.arm_jobs()
+        arms = estimate_jobs(jobs, lambda text: console.print(text, highlight=False))
+        for arm, estimated in arms.items():
+            estimated.notes.extend(disk_notes(jobs[arm], estimated, usable_memory_bytes()))
     _show_estimates(console, arms)
     if as_json:
         print(json.dumps({"job": job.name, "arms": {arm: estimate_document(e) for arm, e in arms.items()}}))
+
+
+def disk_notes(job: Job, estimated: Estimate, machine_bytes: int) -> list[str]:
+    """A line if frozen rows of shards on this machine, of so much memory, must be read from disk again and again."""
+    is_elsewhere = job.servers.store == "remote" and job.servers.launch == "external"
+    room = max(0, machine_bytes - estimated.memory_peak)
+    if is_elsewhere or job.trainer.prefetch_frozen or estimated.frozen_peak <= room:
+        return []
+    sizes = f"frozen rows reach {_mb(estimated.frozen_peak)} MB and this machine has {_mb(room)} MB beside the hot ones"
+    return [f"{sizes}: many will be read from disk; set trainer.prefetch_frozen=true, so that steps wait less for it"]
 
 
 def tune(

@@ -133,6 +133,15 @@ class _Collection(torch.nn.Module):
     def identity(self) -> Identity:
         return self._steps.who
 
+    def announce(self, features: KeyedJaggedTensor) -> None:
+        """A hint that `features` will be pulled soon: shards read its frozen rows from disk beside what follows.
+
+        For a tail larger than the shards' memory, one step or more ahead of the batch's prefetch or forward, which must
+        get the same object, unchanged. Any thread. It counts nothing, belongs to no step and never raises; a batch that
+        is then not pulled has changed nothing.
+        """
+        self._steps.announce(features)
+
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Pulls the rows of the next training forward, which must get the same object. One thread at a time."""
         self._steps.prefetch(features)

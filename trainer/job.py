@@ -49,6 +49,12 @@ class TrainerSection(Section):
     mode: Literal["sync", "pipelined"] = Field(
         "pipelined", description="pipelined: the next batch's rows are pulled during a step, one step stale"
     )
+    prefetch_frozen: bool = Field(
+        False,
+        description="announces each batch to the shards a step before its pull, so that its frozen rows are read from "
+        "disk meanwhile: for frozen rows that do not fit the memory of the shards' machines; costs an index look-up an "
+        "ID elsewhere",
+    )
     batch_size: int = Field(512, ge=1, le=MAX_BATCH_SIZE, description="samples of a step, over all workers")
     data_passes: int = Field(1, ge=1, le=10_000, description="times that the training samples are read")
     max_steps: int | None = Field(None, ge=1, description="stop after this many steps; default: all data passes")

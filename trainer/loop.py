@@ -106,7 +106,11 @@ def run_worker(
 
 
 def train(run: Run, log: RunLog) -> None:
-    with Pipeline(run.batches, run.rows, run.job.trainer.mode, run.is_barrier, run.total_steps) as pipeline:
+    trainer = run.job.trainer
+    pipeline = Pipeline(
+        run.batches, run.rows, trainer.mode, run.is_barrier, run.total_steps, announces=trainer.prefetch_frozen
+    )
+    with pipeline:
         for step, batch in pipeline:
             logits = train_step(run, step, batch)
             run.watch.observe(run.rows.take_lookups(), batch, logits)

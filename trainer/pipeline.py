@@ -11,12 +11,19 @@ pipelined   one background thread runs, in this order, push(t-1), then read and 
 sync        the background thread only reads ahead; pull and push happen in the caller's thread and wait for the shards.
 
 Before a barrier step's successor nothing is pulled ahead, so that after `drain()` the shards may re-select.
+
+announces   the batch whose pull comes next is read one step earlier and announced, so that the shards read its frozen
+            rows from disk while a step computes: in mode pipelined, during step t, batch t+2 after the pull of t+1; in
+            mode sync, t+1. An announcement is no visit and belongs to no step: barriers need not wait for it, and a
+            batch that is announced and then not pulled has changed nothing.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from embedding_server.store import UpdateMode
@@ -24,9 +31,14 @@ from trainer.data.batch import Batch
 
 T = TypeVar("T")
 
+_REACH = 2  # steps from the one that computes to the batch that is announced in mode pipelined
+
 
 class RowsPort(Protocol):
     """What the pipeline needs of an embedding collection; FrostlineEmbeddingBagCollection is one."""
+
+    def announce(self, features: Any) -> None:
+        """A hint that `features` will be pulled soon; never raises."""
 
     def prefetch(self, features: Any) -> None:
         """Pulls the rows of the next training forward."""
@@ -50,13 +62,16 @@ class Pipeline:
         is_barrier: Callable[[int], bool],
         max_steps: int | None = None,
         first_step: int = 1,
+        announces: bool = False,
     ) -> None:
         self._batches = batches
         self._rows = rows
         self._is_pipelined = mode == "pipelined"
         self._is_barrier = is_barrier
+        self._announces = announces
         self._last_step = None if max_steps is None else first_step + max_steps - 1
-        self._step = first_step - 1
+        self._step = self._read_step = first_step - 1
+        self._announced: deque[Batch] = deque()  # mode pipelined: read ahead of their turn; at most _REACH
         self._background = ThreadPoolExecutor(1, thread_name_prefix="frostline-pipeline")
         self._failure: BaseException | None = None
         self._prepared: Future[Batch | None] | None = None
@@ -79,6 +94,8 @@ class Pipeline:
             self._step += 1
             if self._may_prepare_next():
                 self._prepared = self._submit(self._prepare)
+            if self._announces and self._is_pipelined:
+                self._submit(partial(self._announce_up_to, self._step + _REACH))
             yield self._step, batch
 
     def push(self, learning_rate: float) -> None:
@@ -108,9 +125,26 @@ class Pipeline:
             pushed.result()
 
     def _prepare(self) -> Batch | None:
+        batch = self._announced.popleft() if self._announced else self._read()
+        if batch is not None:
+            if self._is_pipelined:
+                self._rows.prefetch(batch.sparse)
+            elif self._announces:
+                self._rows.announce(batch.sparse)
+        return batch
+
+    def _announce_up_to(self, step: int) -> None:
+        while self._read_step < (step if self._last_step is None else min(step, self._last_step)):
+            batch = self._read()
+            if batch is None:
+                return
+            self._rows.announce(batch.sparse)
+            self._announced.append(batch)
+
+    def _read(self) -> Batch | None:
         batch = next(self._batches, None)
-        if batch is not None and self._is_pipelined:
-            self._rows.prefetch(batch.sparse)
+        if batch is not None:
+            self._read_step += 1
         return batch
 
     def _submit(self, task: Callable[[], T]) -> Future[T]:

@@ -1,5 +1,6 @@
 """The steps of one worker between its collection and the store: pull ahead, forward, backward, push. No torch in here.
 
+    announce(features)      a hint ahead of the pull: shards read the batch's frozen rows from disk beside what they do
     prefetch(features)      pull of step t, in any one thread, ahead of its forward
     begin(features)         forward of step t: the prefetched look-ups, or a pull now
     OpenStep.receive(...)   backward: the output's gradient becomes gradients of rows
@@ -10,6 +11,7 @@ Each step is pulled once and pushed once, in order. In mode pipelined the forwar
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections import deque
@@ -31,6 +33,12 @@ from embedding_server.store import (
 )
 from trainer.lookup_plan import LookupPlan
 from trainer.lookups import Lookups, RowGradients
+
+log = logging.getLogger(__name__)
+
+
+#: batches that are announced and not pulled yet; of more, the oldest are forgotten, and routed anew if they do come
+MAX_ANNOUNCED = 8
 
 
 class OpenStep:
@@ -84,7 +92,8 @@ class TrainingSteps:
         self._no_gradients = {name: _no_gradients(store, dim) for name, dim in (decaying or {}).items()}
         self._store = store
         self._plan = plan
-        self._lock = threading.Lock()  # guards the three below
+        self._lock = threading.Lock()  # guards the four below
+        self._announced: deque[tuple[KeyedJaggedTensor, Lookups]] = deque(maxlen=MAX_ANNOUNCED)
         self._pulled_step = last_step
         self._ahead: deque[tuple[KeyedJaggedTensor, OpenStep]] = deque()
         self._open: deque[OpenStep] = deque()
@@ -98,6 +107,23 @@ class TrainingSteps:
         """No step is prefetched, and none waits for its push."""
         with self._lock:
             return not self._ahead and not self._open
+
+    def announce(self, features: KeyedJaggedTensor) -> None:
+        """Tells the store that `features` will be pulled soon, and keeps its routed look-ups for that pull.
+
+        Never raises: what is wrong with the batch or the store, the pull says. Announcing a batch again does nothing.
+        """
+        with self._lock:
+            if any(of is features for of, _ in self._announced):
+                return
+        try:
+            lookups = self._plan.route(features, for_training=True)
+            self._store.prefetch(lookups.ids)
+        except Exception as error:
+            log.debug("a batch could not be announced: %s", error)
+            return
+        with self._lock:
+            self._announced.append((features, lookups))
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Pulls the rows of the next training forward, which must get the same `features` object."""
@@ -156,7 +182,7 @@ class TrainingSteps:
 
     def _pull(self, features: KeyedJaggedTensor, in_place: bool = False) -> OpenStep:
         """in_place: pools within the Pull, as long as the rows cannot move. Gradients of weights need rows later."""
-        lookups = self._plan.route(features, for_training=True)
+        lookups = self._take_announced(features) or self._plan.route(features, for_training=True)
         step = self._pulled_step + 1
         if in_place:
             self._store.pull_in_place(self.who, step, lookups.ids, lookups.pool_in_place)
@@ -164,6 +190,15 @@ class TrainingSteps:
             lookups.attach(self._store.pull(self.who, step, lookups.ids))
         self._pulled_step = step
         return OpenStep(step, lookups)
+
+    def _take_announced(self, features: KeyedJaggedTensor) -> Lookups | None:
+        with self._lock:
+            if not any(of is features for of, _ in self._announced):
+                return None
+            while True:
+                of, lookups = self._announced.popleft()
+                if of is features:  # those before it were skipped, and will hardly come any more
+                    return lookups
 
     def _pop_open(self) -> OpenStep:
         with self._lock:

@@ -7,8 +7,9 @@ from typer.testing import CliRunner
 
 from embedding_server.store import TableStats
 from services import cli
-from services.tune_commands import estimate_lines, frontier_lines, pick_lines, tuning_document
+from services.tune_commands import disk_notes, estimate_lines, frontier_lines, pick_lines, tuning_document
 from trainer.estimate import Estimate
+from trainer.job import load_job
 from trainer.tune import Point, TuneResult
 from trainer.tune_grid import Candidate, baseline
 
@@ -138,3 +139,25 @@ def test_the_document_of_a_search_is_plain_data():
     document = json.loads(json.dumps(tuning_document(result_of())))
     assert [point["is_on_frontier"] for point in document["points"]] == [True, False, True]
     assert document["set"] == ["embedding.policy=idle", "embedding.idle_samples=100"]
+
+
+def test_frozen_rows_that_do_not_fit_this_machine_are_to_be_prefetched(job_file):
+    estimated = Estimate(3, 300, {}, 0, 6_000_000, 5_000_000, {})  # memory_peak, frozen_peak
+    job = load_job(job_file)
+    assert disk_notes(job, estimated, 11_000_000) == []
+    (note,) = disk_notes(job, estimated, 10_000_000)
+    assert "frozen rows reach 5.00 MB and this machine has 4.00 MB beside the hot ones" in note
+    assert "set trainer.prefetch_frozen=true" in note
+    assert "has 0.00 MB" in disk_notes(job, estimated, 1)[0]
+    assert disk_notes(load_job(job_file, ["trainer.prefetch_frozen=true"]), estimated, 1) == []
+    external = ["servers.store=remote", "servers.launch=external", "servers.addresses=['10.0.0.5:7100']"]
+    assert disk_notes(load_job(job_file, external), estimated, 1) == []  # memory of other machines is not known here
+
+
+def test_estimate_recommends_prefetching_on_a_small_machine(runner, job_file, monkeypatch):
+    monkeypatch.setattr("services.doctor.usable_memory_bytes", lambda: 1000)
+    result = runner.invoke(cli.app, ["estimate", str(job_file), "--json"])
+    document = json.loads(result.stdout)
+    assert any("prefetch_frozen" in note for note in document["arms"]["idle"]["notes"])
+    assert not any("prefetch_frozen" in note for note in document["arms"]["full"]["notes"])
+    assert "idle: frozen rows reach" in result.stderr

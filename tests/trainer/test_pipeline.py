@@ -28,6 +28,9 @@ class FakeRows:
             raise StepGap(f"{what} {number}", expected_step=number)
         self.log.append((what, number))
 
+    def announce(self, features: int) -> None:
+        self._note("announce", features)
+
     def prefetch(self, features: int) -> None:
         self._note("pull", features)
 
@@ -37,11 +40,17 @@ class FakeRows:
 
 
 def run(
-    rows: FakeRows, mode: str, count: int, barriers: tuple[int, ...] = (), max_steps: int | None = None
+    rows: FakeRows,
+    mode: str,
+    count: int,
+    barriers: tuple[int, ...] = (),
+    max_steps: int | None = None,
+    announces: bool = False,
 ) -> list[int]:
     batches = (Batch(n) for n in range(1, count + 1))
     steps = []
-    with Pipeline(batches, rows, mode, lambda step: step in barriers, max_steps) as pipeline:  # type: ignore[arg-type]
+    is_barrier = barriers.__contains__
+    with Pipeline(batches, rows, mode, is_barrier, max_steps, announces=announces) as pipeline:  # type: ignore[arg-type]
         for step, batch in pipeline:
             assert batch.sparse == step
             assert ("pull", step) in rows.log
@@ -108,3 +117,69 @@ def test_first_step_continues_a_run():
     batches = (Batch(n) for n in range(3))
     with Pipeline(batches, rows, "sync", lambda step: False, max_steps=2, first_step=7) as pipeline:  # type: ignore[arg-type]
         assert [step for step, _ in pipeline] == [7, 8]
+
+
+def test_pipelined_announces_the_batch_after_the_one_that_is_pulled():
+    rows = FakeRows()
+    assert run(rows, "pipelined", 5, announces=True) == [1, 2, 3, 4, 5]
+    assert rows.log == [
+        ("pull", 1), ("pull", 2), ("announce", 3), ("push", 1), ("pull", 3), ("announce", 4), ("push", 2),
+        ("pull", 4), ("announce", 5), ("push", 3), ("pull", 5), ("push", 4), ("push", 5),
+    ]  # fmt: skip
+    assert rows.threads == {"frostline-pipeline"}
+
+
+def test_sync_announces_the_next_batch_beside_the_step():
+    rows = FakeRows()
+    assert run(rows, "sync", 3, announces=True) == [1, 2, 3]
+    assert sorted(entry for entry in rows.log if entry[0] == "announce") == [("announce", n) for n in (1, 2, 3)]
+    for n in (1, 2, 3):
+        assert rows.log.index(("announce", n)) < rows.log.index(("pull", n))
+    assert [entry for entry in rows.log if entry[0] != "announce"] == [
+        ("pull", 1), ("push", 1), ("pull", 2), ("push", 2), ("pull", 3), ("push", 3),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["sync", "pipelined"])
+def test_announcing_leaves_pulls_pushes_and_barriers_as_they_are(mode):
+    barriers = (2, 3, 6)
+    with_it, without = FakeRows(), FakeRows()
+    assert run(with_it, mode, 7, barriers, announces=True) == run(without, mode, 7, barriers)
+    assert [entry for entry in with_it.log if entry[0] != "announce"] == without.log
+    announced = [number for what, number in with_it.log if what == "announce"]
+    assert announced == ([1, 2, 3, 4, 5, 6, 7] if mode == "sync" else [3, 4, 5, 6, 7])  # once each, and in order
+    for number in announced:
+        assert with_it.log.index(("announce", number)) < with_it.log.index(("pull", number))
+
+
+@pytest.mark.parametrize("mode", ["sync", "pipelined"])
+@pytest.mark.parametrize("max_steps", [1, 2, 3])
+def test_nothing_beyond_max_steps_is_read_or_announced(mode, max_steps):
+    rows, read = FakeRows(), []
+
+    def batches():
+        for number in range(1, 10):
+            read.append(number)
+            yield Batch(number)
+
+    with Pipeline(batches(), rows, mode, lambda step: False, max_steps, announces=True) as pipeline:  # type: ignore[arg-type]
+        for _ in pipeline:
+            pipeline.push(0.1)
+        pipeline.drain()
+    assert read == list(range(1, max_steps + 1))
+    assert all(number <= max_steps for _, number in rows.log)
+
+
+def test_a_batch_that_cannot_be_read_ends_the_run_though_it_was_to_be_announced():
+    def batches():
+        yield Batch(1)
+        yield Batch(2)
+        raise ValueError("row 3 of the file")
+
+    def train() -> None:
+        with Pipeline(batches(), FakeRows(), "pipelined", lambda step: False, announces=True) as pipeline:  # type: ignore[arg-type]
+            for _ in pipeline:
+                pipeline.push(0.1)
+
+    with pytest.raises(ValueError, match="row 3"):
+        train()
