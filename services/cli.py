@@ -1,7 +1,7 @@
 """`frostline`: the one command. Each subcommand imports what it needs, so that a shard loads neither torch nor ray.
 
-Exit status: 0 done, 1 failed, 2 the input is wrong (a job file, an option). Results for machines go to standard output
-with --json; what people read goes to standard error then.
+Exit status: command_options.py. Results for machines go to standard output with --json; what people read goes to
+standard error then.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from services.command_options import (
 )
 
 if TYPE_CHECKING:
+    from services.train_job import SummaryNotWritten
     from trainer.job import Job
 
 app = typer.Typer(
@@ -71,37 +72,47 @@ def train(
         set_environment()
         quiet_torch()
         job = with_arms(load_job(job_file, settings or []), arms or [])
-        document = _train(job, console)
-    if as_json:
-        print(json.dumps(document))
+        document, unwritten = _train(job, console)
+        if as_json:
+            print(json.dumps(document))
+        if unwritten is not None:
+            raise unwritten
 
 
-def _train(job: Job, console: Console) -> dict[str, Any]:
+def _train(job: Job, console: Console) -> tuple[dict[str, Any], SummaryNotWritten | None]:
+    """(what --json prints, the error to end with after everything was printed)."""
     from dataclasses import asdict
 
-    from services.train_job import bias_only, run_job
+    from services.train_job import SummaryNotWritten, bias_only, run_job
     from trainer.report import ProgressShow, bias_only_line, claim_lines, event_lines, final_table
 
     folder = job.trainer.output_dir / job.name
     console.print(f"job {job.name!r}: arms {', '.join(job.arm_jobs())}; results in {folder}", highlight=False)
     with ProgressShow(console, job.trainer.log_every_s) as show:
-        arms = run_job(job, show.update, show.say)
+        unwritten = None
+        try:
+            arms = run_job(job, show.update, show.say)
+        except SummaryNotWritten as error:
+            arms, unwritten = error.arms, error
         show.say("fitting the bias-only logistic regression")
         bias = bias_only(job)
     console.print(final_table(arms))
-    last_lines = [*event_lines(arms), *([bias_only_line(bias)] if bias else []), *claim_lines(arms), *_where(folder)]
+    last_lines = [*event_lines(arms), *([bias_only_line(bias)] if bias else []), *claim_lines(arms)]
+    last_lines += _where(folder, has_summary=unwritten is None)
     for line in last_lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    return {
+    document = {
         "job": job.name,
-        "summary": str(folder / "summary.json"),
+        "summary": str(folder / "summary.json") if unwritten is None else None,
         "arms": {arm: asdict(summary) for arm, summary in arms.items()},
         "bias_only": asdict(bias) if bias else None,
     }
+    return document, unwritten
 
 
-def _where(folder: Path) -> list[str]:
-    return [f"summary: {folder / 'summary.json'}", f"rows, moves and heat by table: frostline inspect {folder}"]
+def _where(folder: Path, has_summary: bool) -> list[str]:
+    summary = [f"summary: {folder / 'summary.json'}"] if has_summary else []
+    return [*summary, f"rows, moves and heat by table: frostline inspect {folder}"]
 
 
 @app.command()

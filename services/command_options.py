@@ -1,6 +1,7 @@
 """What the subcommands of `frostline` share: options, sizes as text, errors as exit status. Imports nothing heavy.
 
-Exit status: 0 done, 1 failed, 2 the input is wrong (a job file, an option), 130 interrupted.
+Exit status: 0 done, 1 failed, 2 the input is wrong (a job file, an option), 3 `tune` is done and no setting keeps
+what it was asked for, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Annotated
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
+
+NO_SETTING_STATUS = 3
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job; `frostline schema` describes it.")]
 SettingsOption = Annotated[

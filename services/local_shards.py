@@ -109,8 +109,8 @@ def start_shards(
     if num_shards < 1:
         raise InvalidInput(f"num_shards={num_shards} must be at least 1")
     folder = Path(tempfile.mkdtemp(prefix="frostline-shards-")) if log_dir is None else Path(log_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f"shard-{index}.log" for index in range(num_shards)]
+    _make_logs(logs)
     processes = []
     for index, log_path in enumerate(logs):
         command = [sys.executable, "-m", "services.shard_process", "--bound-to-stdin"]
@@ -139,6 +139,19 @@ def start_shards(
         shards.stop()
         raise
     return shards
+
+
+def _make_logs(logs: Sequence[Path]) -> None:
+    """Before any shard starts: one whose log cannot be written would fail without a word."""
+    for log_path in logs:
+        try:
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+            open(log_path, "a").close()
+        except OSError as error:
+            raise InvalidInput(
+                f"{log_path}: cannot be written ({error.strerror}), and a shard must have its log; free space there, "
+                "or name another folder (of a job: trainer.output_dir)"
+            ) from None
 
 
 def _environment() -> dict[str, str]:

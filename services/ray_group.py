@@ -174,6 +174,13 @@ def _what_happened(error: BaseException) -> str:
 @contextmanager
 def ray_group(workers: int, storage: Path) -> Iterator[RayGroup]:
     """Starts a local Ray, or connects to RAY_ADDRESS; ends it (or the connection) on leaving."""
+    try:
+        storage.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(
+            f"{storage}: Ray's state cannot be kept there ({error.strerror}); free space, or set trainer.output_dir to "
+            "another folder"
+        ) from None
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     worker.set_environment()  # a local Ray passes our environment on to its workers
@@ -198,7 +205,6 @@ def ray_group(workers: int, storage: Path) -> Iterator[RayGroup]:
     try:
         check_resources(workers, ray.cluster_resources().get("CPU", 0.0))
         board = ray.remote(num_cpus=0)(Board).remote()
-        storage.mkdir(parents=True, exist_ok=True)
         yield RayGroup(workers, storage, board)
     finally:
         with contextlib.suppress(Exception):

@@ -22,9 +22,9 @@ from embedding_server.errors import FrostlineError, InvalidInput, StoreUnavailab
 from services.allocator import set_allocator
 from services.local_shards import LocalShards, start_shards
 from services.ray_group import RayGroup, ray_group
+from services.run_folder import RunFolder
 from trainer.job import Job, resolved_json
-from trainer.mask_report import MASK_FILE
-from trainer.report import ArmSummary, Progress, write_summary
+from trainer.report import ArmSummary, Progress
 
 if TYPE_CHECKING:
     from trainer.metrics import Metrics
@@ -37,33 +37,48 @@ class JobFailed(FrostlineError):
     """An arm did not finish. What the arms before it gave stands in summary.json."""
 
 
+class SummaryNotWritten(FrostlineError):
+    """The job is done, and its summary.json could not be written. `arms` is what it would hold."""
+
+    def __init__(self, message: str, arms: dict[str, ArmSummary]) -> None:
+        super().__init__(message)
+        self.arms = arms
+
+
 def run_job(job: Job, show: Show, say: Say) -> dict[str, ArmSummary]:
     """Trains every arm. Writes <output_dir>/<name>/: job.json, summary.json after each arm; by arm the shards' logs and
-    TensorBoard's files and mask_info.json. Those of an earlier run of this name are replaced."""
+    TensorBoard's files and mask_info.json. Those of an earlier run of this name are replaced (run_folder.py).
+
+    SummaryNotWritten, with the results, if the last summary.json could not be written; of those before, a line says so.
+    """
     arms = job.arm_jobs()
     check_arms(arms)
-    folder = job.trainer.output_dir / job.name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInput(f"trainer.output_dir={job.trainer.output_dir}: {error}; name a folder for results") from None
-    _clear(folder)
-    (folder / "job.json").write_text(resolved_json(job) + "\n", encoding="utf-8")
+    folder = RunFolder(job.trainer.output_dir, job.name)
+    folder.begin(resolved_json(job), say)
     results: dict[str, ArmSummary] = {}
-    with _workers(arms, folder, say) as ray:
+    unwritten: SummaryNotWritten | None = None
+    with _workers(arms, folder.path, say) as ray:
         for arm, arm_job in arms.items():
-            results[arm] = run_arm(arm_job, arm, folder, ray, show, say)
-            write_summary(folder / "summary.json", results)
+            results[arm] = run_arm(arm_job, arm, folder.path, ray, show, say)
+            unwritten = _write_summary(folder, results)
+            if unwritten:
+                say(f"{arm}: {unwritten}")
+    if unwritten:
+        raise unwritten
     return results
 
 
-def _clear(folder: Path) -> None:
-    """Removes an earlier run's results, which would pass for this one's should it fail, and mix with its curves; those
-    of arms that the job has no longer, too."""
-    (folder / "summary.json").unlink(missing_ok=True)
-    for pattern in ("events.out.tfevents.*", "shard-*.log", MASK_FILE):
-        for path in folder.glob(f"*/{pattern}"):
-            path.unlink(missing_ok=True)
+def _write_summary(folder: RunFolder, results: dict[str, ArmSummary]) -> SummaryNotWritten | None:
+    """A full disk must not cost what hours of training gave: it is said, and whoever started the job gets it anyway."""
+    try:
+        folder.write_summary(results)
+    except OSError as error:
+        return SummaryNotWritten(
+            f"{folder.summary_path}: cannot be written ({error.strerror}); the figures are printed at the end, so keep "
+            "them, and free space there or set trainer.output_dir to another folder for the next run",
+            results,
+        )
+    return None
 
 
 def bias_only(job: Job) -> Metrics | None:

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from services.command_options import (
+    NO_SETTING_STATUS,
     JobFile,
     JsonOption,
     SettingsOption,
@@ -101,7 +102,8 @@ def tune(
     and the second half of a run counts, so that no test sample is touched.
 
     Prints the frontier of AUC against bytes, the pick, and the --set lines that use it. The job's arms are left out,
-    and knobs of single tables stay as they are.
+    and knobs of single tables stay as they are. If no setting surely keeps --max-auc-drop within --budget-bytes, it
+    names the nearest one and ends with exit status 3.
     """
     console = wide_console(stderr=as_json)
     with errors_to_exit_status(console):
@@ -123,6 +125,8 @@ def tune(
     _show_tuning(console, result)
     if as_json:
         print(json.dumps({"job": job.name, **tuning_document(result)}))
+    if not result.keeps_both:
+        raise typer.Exit(NO_SETTING_STATUS)
 
 
 def _load(job_file: Any, settings: list[str] | None) -> Job:
@@ -220,7 +224,7 @@ def frontier_lines(result: TuneResult) -> list[str]:
     frontier, rows = result.frontier(), []
     for point in result.points:
         marks = ["frontier"] if point in frontier else []
-        marks += ["PICK"] if point is result.pick else []
+        marks += [_pick_word(result).upper()] if point is result.pick else []
         marks += [] if point.is_complete else [f"stopped after {point.num_samples:,} samples"]
         drop = f"{point.auc_drop:+.3f} [{point.low:+.3f}, {point.high:+.3f}]"
         rows.append([point.candidate.name, _mb(point.bytes_peak), f"{point.auc:.4f}", drop, ", ".join(marks)])
@@ -232,7 +236,7 @@ def pick_lines(result: TuneResult) -> list[str]:
     pick, full = result.pick, next(point for point in result.points if point.candidate.policy == "off")
     saved = 1.0 - pick.bytes_peak / full.bytes_peak if full.bytes_peak else 0.0
     size = f"{pick.bytes_peak / 1e6:,.1f} MB at the peak, {saved:.0%} less than with every row training"
-    lines = [f"pick: {pick.candidate.name}; {size}; AUC drop {pick.auc_drop:+.3f} points"]
+    lines = [f"{_pick_word(result)}: {pick.candidate.name}; {size}; AUC drop {pick.auc_drop:+.3f} points"]
     if not result.meets_budget:
         lines.append(f"no setting fits --budget-bytes={result.budget_bytes}; raise it, or lower embedding.dim")
     if not result.meets_drop:
@@ -244,8 +248,14 @@ def pick_lines(result: TuneResult) -> list[str]:
             f"{point.auc_drop:+.3f} [{point.low:+.3f}, {point.high:+.3f}]; more --samples would tell"
         )
     settings = pick.candidate.set_lines()
-    lines.append("use it: " + (" ".join(f"--set {line}" for line in settings) if settings else "the job as it is"))
+    use = "use it" if result.keeps_both else "use it all the same"
+    lines.append(f"{use}: " + (" ".join(f"--set {line}" for line in settings) if settings else "the job as it is"))
     return lines
+
+
+def _pick_word(result: TuneResult) -> str:
+    """The pick keeps what was asked for; where none does, it is the one that comes nearest (TuneResult.pick)."""
+    return "pick" if result.keeps_both else "nearest"
 
 
 def _columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

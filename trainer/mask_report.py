@@ -194,7 +194,7 @@ def board_scalars(document: Mapping[str, Any]) -> dict[str, float]:
 
 
 def histogram_of(counts: Sequence[int]) -> dict[str, Any] | None:
-    """Arguments of SummaryWriter.add_histogram_raw for rows by octave of heat (log2); None without rows."""
+    """What Board.histogram takes for rows by octave of heat (log2); None without rows."""
     bands = np.asarray(counts, np.int64)
     if not bands.any():
         return None

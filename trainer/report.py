@@ -119,15 +119,22 @@ def summarise_arm(
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Writes by temporary name and rename, so that a reader never sees half a file. nan is refused: it is not JSON."""
+    """Writes by temporary name and rename, so that a reader never sees half a file. nan is refused: it is not JSON.
+
+    An OSError leaves what was there before, and no temporary file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(document, file, indent=2, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(document, file, indent=2, allow_nan=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_summary(path: Path, arms: Mapping[str, ArmSummary]) -> None:

@@ -1,4 +1,7 @@
-"""What a worker says while it trains: Progress reports, events, TensorBoard, mask_info.json, and two clocks."""
+"""What a worker says while it trains: Progress reports, events, TensorBoard, mask_info.json, and two clocks.
+
+All of it is watching: a file that cannot be written is an event, once, and training goes on.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 
 import torch
 
+from trainer.board import Board
 from trainer.data.batch import Batch
 from trainer.mask_report import MASK_FILE, board_scalars, histogram_of
 from trainer.metrics import Metrics, RecentMetrics
@@ -38,7 +42,8 @@ class RunLog:
         self._total_steps = total_steps
         self._folder = folder
         self._show = show
-        self._writer: Any = None
+        self._board = None if folder is None else Board(folder, self.event)
+        self._is_mask_failing = False
         self._recent = RecentMetrics(WINDOW_SAMPLES)
         self._step = 0
         self._start_s = self._train_end_s = self._last_report_s = 0.0
@@ -46,16 +51,12 @@ class RunLog:
         self._num_samples_at_report = 0
 
     def __enter__(self) -> RunLog:
-        if self._folder is not None:
-            from torch.utils.tensorboard import SummaryWriter  # slow to import, and worker 0 alone needs it
-
-            self._writer = SummaryWriter(str(self._folder))
         self._start_s = self._last_report_s = self._train_end_s = time.perf_counter()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        if self._board is not None:
+            self._board.close()
 
     @property
     def step(self) -> int:
@@ -75,7 +76,7 @@ class RunLog:
         self.num_samples += batch.num_samples
         self._step = step
         now = self._train_end_s = time.perf_counter()
-        if self._writer is None:
+        if self._board is None:
             return
         self._recent.add(batch.labels.numpy(), logits.numpy())
         if now - self._last_report_s >= REPORT_EVERY_S or step == self._total_steps:
@@ -87,6 +88,8 @@ class RunLog:
         self._show(Progress(self.arm, self._step, self._total_steps, speed, recent.logloss, recent.ne, recent.auc))
         self.scores("train", recent)
         self._scalars("train", {"samples_per_s": speed})
+        if self._board is not None:
+            self._board.flush()
         self._last_report_s, self._num_samples_at_report = now, self.num_samples
 
     @contextmanager
@@ -109,25 +112,38 @@ class RunLog:
         """Something that people should see at once and find again: shown, and kept in `events`."""
         self.events.append(text)
         del self.events[:-MAX_EVENTS]
-        if self._writer is not None:
+        if self._board is not None:
             none = math.nan
             self._show(Progress(self.arm, self._step, self._total_steps, none, none, none, none, note=text))
-            self._writer.add_text("events", text, self._step)
+            self._board.text("events", text, self._step)
+            self._board.flush()
 
     def mask(self, document: Mapping[str, Any], step: int) -> None:
         """Mask info (mask_report.py) to mask_info.json, where it replaces the one before, and to TensorBoard."""
-        if self._writer is None or self._folder is None:
+        if self._board is None or self._folder is None:
             return
-        write_json(self._folder / MASK_FILE, document)
+        self._write_mask(self._folder / MASK_FILE, document)
         for name, value in board_scalars(document).items():
-            self._writer.add_scalar(name, value, step)
+            self._board.scalar(name, value, step)
         for table, state in document["tables"].items():
             for kind in ("hot", "frozen"):
                 histogram = histogram_of(state["heat_histogram"][kind])
                 if histogram:
-                    self._writer.add_histogram_raw(f"table_{table}/log2_heat_{kind}", **histogram, global_step=step)
+                    self._board.histogram(f"table_{table}/log2_heat_{kind}", histogram, step)
+        self._board.flush()
+
+    def _write_mask(self, path: Path, document: Mapping[str, Any]) -> None:
+        try:
+            write_json(path, document)
+        except OSError as error:
+            if not self._is_mask_failing:
+                self._is_mask_failing = True
+                self.event(
+                    f"{path}: cannot be written ({error.strerror}), so `frostline inspect` shows an older state or "
+                    "none; training goes on. Free space under trainer.output_dir before the results are due there"
+                )
 
     def _scalars(self, group: str, values: Mapping[str, float]) -> None:
-        if self._writer is not None:
+        if self._board is not None:
             for name, value in values.items():
-                self._writer.add_scalar(f"{group}/{name}", value, self._step)
+                self._board.scalar(f"{group}/{name}", value, self._step)

@@ -72,6 +72,11 @@ class TuneResult:
     meets_drop: bool  # surely
     meets_budget: bool
 
+    @property
+    def keeps_both(self) -> bool:
+        """The pick surely loses no more than max_auc_drop, within the budget; if not, it comes nearest to that."""
+        return self.meets_drop and self.meets_budget
+
     def may_do(self) -> list[Point]:
         """Points with fewer bytes than the pick that may lose little enough, but not surely."""
         return [p for p in self.points if p.is_complete and p.bytes_peak < self.pick.bytes_peak and self._may_do(p)]

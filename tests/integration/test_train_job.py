@@ -14,8 +14,9 @@ import pytest
 
 from embedding_server.errors import InvalidInput
 from services import train_job
+from services.local_shards import start_shards
 from services.ray_group import RayGroup, ray_group
-from services.train_job import JobFailed, check_arms, run_arm, run_inproc, run_job
+from services.train_job import JobFailed, SummaryNotWritten, check_arms, run_arm, run_inproc, run_job
 from trainer.inspection import read_run
 from trainer.job import Job, make_job
 from trainer.report import Progress
@@ -181,10 +182,75 @@ def test_an_earlier_run_of_the_name_leaves_nothing_behind(tmp_path):
     run_job(job, quiet, quiet)
     assert len(list((tmp_path / "tiny").glob("*/events.out.tfevents.*"))) == 1
     assert list(read_run(tmp_path / "tiny")) == ["main"]  # and no arm that the job has no longer
-    broken = job_of(tmp_path, servers={"store": "inproc"}, trainer={"workers": 1}, model={"kind": "no_such:factory"})
+    assert not (tmp_path / "tiny" / "_former").exists()
+
+
+def _in_process(tmp_path: Path, **changes) -> Job:
+    return job_of(tmp_path, servers={"store": "inproc"}, trainer={"workers": 1, "max_steps": 2}, **changes)
+
+
+def test_a_run_that_fails_leaves_the_results_of_the_run_before(tmp_path):
+    folder, said = tmp_path / "tiny", []
+    run_job(_in_process(tmp_path), quiet, quiet)
+    before = {name: (folder / name).read_bytes() for name in ("summary.json", "job.json", "main/mask_info.json")}
+    (folder / "notes.txt").write_text("mine")
+    broken = _in_process(tmp_path, seed=7, model={"kind": "no_such:factory"})
+    for _ in range(2):  # the second one does not take what the first has left for results
+        with pytest.raises(InvalidInput, match="no_such"):
+            run_job(broken, quiet, said.append)
+        assert not (folder / "summary.json").exists()
+        assert not list(folder.glob("main/*"))
+        assert {name: (folder / "_former" / name).read_bytes() for name in before} == before
+        assert len(list(folder.glob("_former/main/events.out.tfevents.*"))) == 1
+    assert said[0] == f"the results of the run before are in {folder / '_former'} until this run has some"
+    assert list(read_run(folder / "_former")) == ["main"]
+    run_job(_in_process(tmp_path, arms={"one": {}, "two": {}}), quiet, quiet)
+    assert not (folder / "_former").exists()
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_a_move_of_former_results_that_was_cut_short_is_finished(tmp_path):
+    """As if the process had ended between two of its renames."""
+    folder = tmp_path / "tiny"
+    run_job(_in_process(tmp_path), quiet, quiet)
+    summary = (folder / "summary.json").read_bytes()
+    (folder / "_former.part" / "main").mkdir(parents=True)
+    (folder / "summary.json").replace(folder / "_former.part" / "summary.json")
     with pytest.raises(InvalidInput, match="no_such"):
-        run_job(broken, quiet, quiet)
-    assert not (tmp_path / "tiny" / "summary.json").exists()
+        run_job(_in_process(tmp_path, model={"kind": "no_such:factory"}), quiet, quiet)
+    assert (folder / "_former" / "summary.json").read_bytes() == summary
+    assert list(read_run(folder / "_former")) == ["main"]
+    assert not (folder / "_former.part").exists()
+
+
+def test_a_full_disk_ends_no_training_and_loses_no_figures(tmp_path):
+    """/dev/full is a device on which every write finds no space."""
+    folder, said, shown = tmp_path / "tiny", [], []
+    (folder / "main").mkdir(parents=True)
+    for name in ("summary.json.tmp", "main/mask_info.json.tmp"):
+        (folder / name).symlink_to("/dev/full")
+    job = _in_process(tmp_path, embedding={"advanced": {"reselect_every_samples": 100}})
+    with pytest.raises(SummaryNotWritten, match=r"summary\.json: cannot be written \(No space left") as raised:
+        run_job(job, shown.append, said.append)
+    assert raised.value.arms["main"].rows_hot > 0
+    assert said[-1].startswith("main: ") and "the figures are printed at the end" in said[-1]
+    notes = [progress.note for progress in shown if "mask_info.json: cannot be written (No space left" in progress.note]
+    assert len(notes) == 1  # of the first of its reports; the symbolic link is gone by the next
+
+
+def test_a_folder_that_cannot_be_cleared_is_named(tmp_path):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "summary.json").touch()
+    (tmp_path / "tiny" / "_former.part").touch()  # where a folder should be
+    with pytest.raises(InvalidInput, match=r"trainer\.output_dir=.*_former\.part.*; name a folder for results, with"):
+        run_job(_in_process(tmp_path), quiet, quiet)
+    assert (tmp_path / "tiny" / "summary.json").exists()
+
+
+def test_the_log_of_a_shard_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "main" / "shard-1.log").mkdir(parents=True)
+    with pytest.raises(InvalidInput, match=r"main/shard-1\.log: cannot be written \(Is a directory\).*output_dir"):
+        start_shards(2, log_dir=tmp_path / "main")
 
 
 def test_a_folder_for_results_that_cannot_be_made_is_named(tmp_path):

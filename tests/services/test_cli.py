@@ -74,6 +74,25 @@ def test_a_failed_job_is_status_1(runner, job_file, monkeypatch):
     assert (result.exit_code, "worker 1 failed" in result.stderr) == (1, True)
 
 
+def test_figures_are_printed_though_their_file_could_not_be_written(runner, job_file, monkeypatch, tmp_path):
+    def fail(*_):
+        raise train_job.SummaryNotWritten(
+            "summary.json: cannot be written (No space left on device)", {"main": SUMMARY}
+        )
+
+    monkeypatch.setattr(train_job, "run_job", fail)
+    monkeypatch.setattr(train_job, "bias_only", lambda job: Metrics(0.7, 0.6, 1.0, 10))
+    command = ["train", str(job_file), "--set", f"trainer.output_dir={tmp_path}"]
+    machine = runner.invoke(cli.app, [*command, "--json"])
+    document = json.loads(machine.stdout)
+    assert (machine.exit_code, document["summary"], document["arms"]["main"]["rows_pushed"]) == (1, None, 40)
+    people = runner.invoke(cli.app, command)
+    assert people.exit_code == 1
+    assert "test AUC" in people.stdout and "0.8000" in people.stdout
+    assert "summary: " not in people.stdout
+    assert "error: summary.json: cannot be written (No space left on device)" in people.stderr
+
+
 def test_schema_is_json_schema_of_the_job(runner):
     result = runner.invoke(cli.app, ["schema"])
     document = json.loads(result.stdout)

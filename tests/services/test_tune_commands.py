@@ -90,6 +90,20 @@ def test_tune_picks_a_setting_and_says_how_to_use_it(runner, job_file):
     assert "use it: --set" in result.stderr
 
 
+def test_tune_ends_with_status_3_and_the_nearest_setting_where_none_fits(runner, job_file):
+    result = runner.invoke(
+        cli.app,
+        ["tune", str(job_file), "--max-auc-drop", "100", "--budget-bytes", "1kB", "--samples", "2000", "--json"],
+    )
+    assert result.exit_code == 3, result.output
+    document = json.loads(result.stdout)
+    assert (document["meets_budget"], document["meets_drop"]) == (False, True)
+    nearest = min(document["points"], key=lambda point: point["bytes_peak"])
+    assert document["pick"] == nearest["name"]
+    assert f"nearest: {nearest['name']};" in result.stderr
+    assert "no setting fits --budget-bytes=1000" in result.stderr
+
+
 @pytest.mark.parametrize("arguments", [["tune", "--budget-bytes", "lots"], ["tune", "--max-auc-drop", "-1"]])
 def test_options_that_mean_nothing_are_status_2(runner, job_file, arguments):
     assert runner.invoke(cli.app, [arguments[0], str(job_file), *arguments[1:]]).exit_code == 2
@@ -132,6 +146,10 @@ def test_the_pick_comes_with_what_is_doubtful():
     assert any("it loses more than --max-auc-drop=0.05" in x for x in pick_lines(result_of(1, meets_drop=False)))
     assert any("idle 100 takes 2.0 MB and may do too" in x for x in pick_lines(result_of(2)))
     assert any("no setting fits" in line for line in pick_lines(result_of(0, meets_budget=False)))
+    for doubtful in (result_of(0, meets_drop=False), result_of(0, meets_budget=False)):
+        assert pick_lines(doubtful)[0].startswith("nearest: idle 100; ")
+        assert pick_lines(doubtful)[-1].startswith("use it all the same: --set ")
+        assert frontier_lines(doubtful)[1].endswith("frontier, NEAREST")
     assert pick_lines(result_of(2))[-1] == "use it: --set embedding.policy=off"
 
 
