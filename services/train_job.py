@@ -74,8 +74,8 @@ def _write_summary(folder: RunFolder, results: dict[str, ArmSummary]) -> Summary
         folder.write_summary(results)
     except OSError as error:
         return SummaryNotWritten(
-            f"{folder.summary_path}: cannot be written ({error.strerror}); the figures are printed at the end, so keep "
-            "them, and free space there or set trainer.output_dir to another folder for the next run",
+            f"{folder.summary_path}: cannot be written ({error.strerror}); the figures are printed all the same, so "
+            "keep them, and free space there or set trainer.output_dir to another folder for the next run",
             results,
         )
     return None

@@ -218,6 +218,7 @@ class Harness:
     num_workers: int
     mode: str
     model: Model
+    has_hints: bool = False  # a Prefetch of every row_id comes between any two calls
 
     def __post_init__(self) -> None:
         self.shard = Shard(memory_limit_bytes=1 << 20)
@@ -229,10 +230,15 @@ class Harness:
         info = self.shard.begin_epoch("job", self.num_workers, self.mode, self.shard.current_epoch("job").epoch + 1)
         self.epoch = info.epoch
 
+    def hint(self) -> None:
+        if self.has_hints:
+            self.shard.prefetch({"t": np.array(POOL, np.int64)})
+
     def who(self, worker: int) -> Identity:
         return Identity("job", self.epoch, worker)
 
     def pull(self, worker: int, ids: np.ndarray):
+        self.hint()
         future = self.shard.pull(self.who(worker), self.step, {"t": ids}, "float32")
         return future.result(0)["t"]
 
@@ -330,6 +336,7 @@ class Harness:
                 self.model.default = self.model.default - push.default_gradient / self.num_workers
 
     def _push_one(self, worker: int, push: ShardGradients):
+        self.hint()
         return self.shard.push(self.who(worker), self.step, {"t": push}, "float32")
 
     def reselect(self) -> None:
@@ -341,7 +348,7 @@ class Harness:
         job = self.shard._jobs.job_of(self.who(0))
         assert not (job.staged or job.defaults or job.waiting_pulls), "at a barrier the steps say all of a job"
         while not self.shard.reselect(self.who(0), self.step, frostlines)[1]:
-            pass
+            self.hint()
         self._maintain()
         self.model.reselect(self.step, frostlines.get("t"), self.is_frozen)
         self._check_frozen_bytes(before)
@@ -349,14 +356,14 @@ class Harness:
     def end_data_pass(self) -> None:
         before = self.frozen_bytes()
         while not self.shard.end_data_pass(self.who(0), self.step)[1]:
-            pass
+            self.hint()
         self._maintain()
         self.model.end_data_pass()
         self._check_frozen_bytes(before)
 
     def _maintain(self) -> None:
         while self.shard.maintain():
-            pass
+            self.hint()
 
     def _check_frozen_bytes(self, before: dict[int, bytes]) -> None:
         """What was frozen and still is has not changed a bit."""
@@ -438,7 +445,7 @@ def _run(data, *, frozen_bits: int) -> None:
     )
     spec = TableSpec(name="t", dim=DIM, optimizer=OptimizerSpec(kind="sgd"), policy=policy, init_min=0.0, init_max=0.0)
     mode = data.draw(st.sampled_from(["sync", "pipelined"]))
-    harness = Harness(spec, data.draw(st.integers(1, 2)), mode, Model(spec, max_hot))
+    harness = Harness(spec, data.draw(st.integers(1, 2)), mode, Model(spec, max_hot), data.draw(st.booleans()))
     try:
         for _ in range(data.draw(st.integers(1, 6))):
             harness.run_step(data.draw)

@@ -233,7 +233,7 @@ def test_a_full_disk_ends_no_training_and_loses_no_figures(tmp_path):
     with pytest.raises(SummaryNotWritten, match=r"summary\.json: cannot be written \(No space left") as raised:
         run_job(job, shown.append, said.append)
     assert raised.value.arms["main"].rows_hot > 0
-    assert said[-1].startswith("main: ") and "the figures are printed at the end" in said[-1]
+    assert said[-1].startswith("main: ") and "the figures are printed all the same" in said[-1]
     notes = [progress.note for progress in shown if "mask_info.json: cannot be written (No space left" in progress.note]
     assert len(notes) == 1  # of the first of its reports; the symbolic link is gone by the next
 

@@ -1,0 +1,151 @@
+"""A Prefetch may come at any time: between pushes, slices of a re-selection and of a merge. Nothing shows of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from embedding_server.inproc import InprocStore
+from embedding_server.segments import SegmentSet
+from embedding_server.shard import Shard, ShardGradients
+from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
+from embedding_server.store import Identity, RoutedIds, TableGradients, TableStats
+
+DIM, NUM_IDS, STEPS = 16, 20_000, 24
+#: some that no table has, at both ends of int64
+ABSENT = np.array([-(2**63), 2**63 - 1, NUM_IDS + 7], np.int64)
+SPECS = {
+    "idle": TableSpec(name="t", dim=DIM, policy=PolicySpec(kind="idle", idle_steps=3)),
+    "compact": TableSpec(
+        name="t", dim=DIM, policy=PolicySpec(kind="compact", idle_steps=3, epoch_end="forget_rare", forget_below=2)
+    ),
+    "random rounding, adam, a cap": TableSpec(
+        name="t",
+        dim=DIM,
+        optimizer=OptimizerSpec(kind="adam"),
+        policy=PolicySpec(
+            kind="idle", idle_steps=3, frozen_bits=8, freeze_rounding="stochastic", hot_bytes=6000 * (3 * 4 * DIM + 9)
+        ),
+    ),
+}
+Hint = Callable[[Shard], None]
+
+
+def train(spec: TableSpec, seed: int, hint: Hint) -> tuple[np.ndarray, np.ndarray, TableStats]:
+    """Two workers, mode sync; `hint` is called wherever another call may come. What is left: rows, flags, figures."""
+    shard = Shard(memory_limit_bytes=64 << 20, backend="cpu")
+    shard.create_tables([spec])
+    epoch = shard.begin_epoch("job", 2, "sync", 1).epoch
+    rng = np.random.default_rng(seed)
+    for step in range(1, STEPS + 1):
+        pushes = []
+        for worker in range(2):
+            ids = np.unique(rng.integers(0, NUM_IDS, 3000))
+            rows = shard.pull(Identity("job", epoch, worker), step, {"t": ids}, "float32").result(0)["t"]
+            hot = (rows.flags & 1) != 0
+            gradients = rng.standard_normal((int(hot.sum()), DIM)).astype(np.float32)
+            pushes.append(ShardGradients(ids[hot], gradients, 0.05))
+            hint(shard)
+        for worker, push in enumerate(pushes):
+            shard.push(Identity("job", epoch, worker), step, {"t": push}, "float32")
+            hint(shard)
+        if step % 4 == 0:
+            who = Identity("job", epoch, 0)
+            _until_done(lambda who=who, step=step: shard.reselect(who, step, {})[1], shard, hint)
+            if step % 12 == 0:
+                _until_done(lambda who=who, step=step: shard.end_data_pass(who, step)[1], shard, hint)
+        _until_done(lambda: not shard.maintain(), shard, hint)
+    every = np.arange(NUM_IDS)
+    rows = shard.lookup({"t": every}, "float32")["t"]
+    stats = shard.stats().tables["t"]
+    shard.close()
+    return rows.values, rows.flags, stats
+
+
+def _until_done(next_slice: Callable[[], bool], shard: Shard, hint: Hint) -> None:
+    while not next_slice():
+        hint(shard)
+    hint(shard)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_nothing_shows_of_hints_at_any_time(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, bool]] = []  # frozen rows of a hint, and whether a merge was under way
+    merges: list[int] = []
+    prefetch, end_merge = SegmentSet.prefetch, SegmentSet._end_merge
+
+    def noting_prefetch(self: SegmentSet, locations: np.ndarray) -> None:
+        asked.append((locations.size, self._merge is not None))
+        prefetch(self, locations)
+
+    def noting_end_merge(self: SegmentSet) -> None:
+        merges.append(1)
+        end_merge(self)
+
+    monkeypatch.setattr(SegmentSet, "prefetch", noting_prefetch)
+    monkeypatch.setattr(SegmentSet, "_end_merge", noting_end_merge)
+    rng = np.random.default_rng(seed)
+
+    def hint(shard: Shard) -> None:
+        ids = rng.integers(0, NUM_IDS, int(rng.integers(0, 2000)))  # in any order, and twice is allowed here
+        shard.prefetch({"t": np.concatenate([np.unique(ids), ABSENT])})
+
+    rows, flags, stats = train(SPECS[name], seed, hint)
+    assert merges
+    assert sum(size for size, _ in asked) > 10_000  # frozen rows in files
+    assert any(size for size, is_merging in asked if is_merging)
+    expected_rows, expected_flags, expected_stats = train(SPECS[name], seed, lambda shard: None)
+    np.testing.assert_array_equal(rows.view(np.uint32), expected_rows.view(np.uint32))
+    np.testing.assert_array_equal(flags, expected_flags)
+    assert stats == expected_stats
+    assert stats.rows_frozen > 1000
+
+
+def test_hints_from_other_threads_change_no_row() -> None:
+    """A store whose segments are written in the background, and two threads that do nothing but hint."""
+    found = []
+    for num_hinting in (0, 2):
+        store = InprocStore(memory_limit_bytes=64 << 20, backend="cpu")
+        store.create_tables([SPECS["idle"]])
+        is_over, errors = threading.Event(), []
+
+        def hint(seed: int, store=store, is_over=is_over, errors=errors) -> None:
+            rng = np.random.default_rng(seed)
+            try:
+                while not is_over.wait(0.0005):
+                    ids = np.unique(rng.integers(-5, NUM_IDS, 1000))
+                    store.prefetch({"t": RoutedIds(ids, np.array([0, ids.size], np.int64))})
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=hint, args=(seed,)) for seed in range(num_hinting)]
+        for thread in threads:
+            thread.start()
+        found.append(_train_store(store))
+        is_over.set()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        store.close()
+    np.testing.assert_array_equal(found[0], found[1])
+
+
+def _train_store(store: InprocStore) -> np.ndarray:
+    who = Identity("job", store.begin_epoch("job", 1, "sync").epoch, 0)
+    rng = np.random.default_rng(3)
+    for step in range(1, STEPS + 1):
+        ids = np.unique(rng.integers(0, NUM_IDS, 3000))
+        routed = RoutedIds(ids, np.array([0, ids.size], np.int64))
+        store.pull(who, step, {"t": routed})
+        gradients = rng.standard_normal((ids.size, DIM)).astype(np.float32)
+        store.push(who, step, {"t": TableGradients(routed, gradients, 0.05)})
+        if step % 4 == 0:
+            store.reselect(who, step, {})
+    every = RoutedIds(np.arange(NUM_IDS), np.array([0, NUM_IDS], np.int64))
+    rows = store.lookup({"t": every})["t"]
+    assert store.stats().tables["t"].rows_frozen > 1000
+    return np.concatenate([rows.values.view(np.uint8), rows.flags[:, None]], axis=1)
