@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from embedding_server import hints
 from embedding_server.errors import StoreUnavailable
 from embedding_server.segments import SETTLED_IN_A_STEP_BYTES
 from embedding_server.shard import Shard, ShardGradients
@@ -39,6 +41,7 @@ from embedding_server.store import (
 T = TypeVar("T")
 _MAINTAIN_EVERY = 32  # steps
 _MAX_SLICES = 10_000
+_PAUSE_S = 0.0002  # between slices of a hint
 
 
 class InprocStore(EmbeddingStore):
@@ -74,6 +77,9 @@ class InprocStore(EmbeddingStore):
         self.is_in_place = wire_dtype == "float32" and self._shard.is_in_place
         self._lock = threading.Lock()
         self._timeout_s = timeout_s
+        self._hints = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._hint: Future[None] | None = None  # the last one
+        self._is_closed = False
         self._wire = WireStats()
 
     def create_tables(self, specs: Sequence[TableSpec]) -> None:
@@ -152,8 +158,17 @@ class InprocStore(EmbeddingStore):
                 return
 
     def prefetch(self, ids: Mapping[str, RoutedIds]) -> None:
-        with self._lock:
-            self._shard.prefetch({n: i.row_ids for n, i in ids.items()})
+        # one at a time: more would only queue behind a disk that is busy with the first
+        if not self._is_closed and (self._hint is None or self._hint.done()):
+            pieces = hints.pieces_of({n: i.row_ids.copy() for n, i in ids.items()})
+            self._hint = self._hints.submit(self._prefetch, pieces)
+
+    def _prefetch(self, pieces: Iterator[dict[str, np.ndarray]]) -> None:
+        is_over = False
+        while not is_over:
+            with self._lock:
+                is_over = self._is_closed or hints.prefetch_slice(self._shard, pieces)
+            time.sleep(_PAUSE_S)  # a lock that is taken again at once keeps everybody else out
 
     def lookup(self, ids: Mapping[str, RoutedIds]) -> dict[str, Rows]:
         with self._lock:
@@ -182,7 +197,9 @@ class InprocStore(EmbeddingStore):
 
     def close(self) -> None:
         with self._lock:
+            self._is_closed = True
             self._shard.close()
+        self._hints.shutdown(cancel_futures=True)
         if self._writer is not None:
             self._writer.shutdown()
 

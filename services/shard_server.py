@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from embedding_server import hints
 from embedding_server.errors import FrostlineError, InvalidInput, StoreUnavailable
 from embedding_server.shard import Shard
 from embedding_server.store import WIRE_NUMPY, WireDtype
@@ -209,7 +210,9 @@ class ShardServicer(_Servicer):
         with state.admission.call():
             ids = tensor_codec.decode_prefetch(request)
             with state.admission.bytes(len(request)):
-                self._run(context, lambda shard: shard.prefetch(ids))
+                pieces = hints.pieces_of(ids)
+                while not self._run(context, lambda shard: hints.prefetch_slice(shard, pieces)):
+                    pass  # other calls have had their turn
                 return pb.PrefetchResponse().SerializeToString()
 
     @_answered

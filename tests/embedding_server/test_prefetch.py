@@ -8,6 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from embedding_server import hints
+from embedding_server.errors import UnknownTable
+from embedding_server.hints import PIECE_ROWS, pieces_of
 from embedding_server.inproc import InprocStore
 from embedding_server.segments import SegmentSet
 from embedding_server.shard import Shard, ShardGradients
@@ -103,6 +106,54 @@ def test_nothing_shows_of_hints_at_any_time(name: str, seed: int, monkeypatch: p
     np.testing.assert_array_equal(flags, expected_flags)
     assert stats == expected_stats
     assert stats.rows_frozen > 1000
+
+
+@pytest.mark.parametrize("sizes", [[0], [5], [PIECE_ROWS], [PIECE_ROWS + 1], [0, 3, 0, 2 * PIECE_ROWS, 1], []])
+def test_pieces_hold_every_row_id_once_and_are_small(sizes: list[int]) -> None:
+    ids = {f"t{i}": np.arange(1000 * i, 1000 * i + n) for i, n in enumerate(sizes)}
+    pieces = list(pieces_of(ids))
+    for name, row_ids in ids.items():
+        np.testing.assert_array_equal(np.concatenate([piece[name] for piece in pieces if name in piece]), row_ids)
+    assert all(sum(part.size for part in piece.values()) <= PIECE_ROWS for piece in pieces)
+    assert len(pieces) == max(-(-sum(sizes) // PIECE_ROWS), len(sizes) > 0)
+
+
+def test_a_slice_ends_with_its_time_and_the_next_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    class Slow:
+        def prefetch(self, ids: dict[str, np.ndarray]) -> None:
+            seen.append(ids["t"].size)
+
+    clock = iter(np.arange(0.0, 1.0, 0.0015))  # a look at the clock takes 1.5 ms
+    monkeypatch.setattr(hints.time, "monotonic", lambda: next(clock))
+    pieces = pieces_of({"t": np.arange(5 * PIECE_ROWS)})
+    assert [hints.prefetch_slice(Slow(), pieces) for _ in range(3)] == [False, False, True]  # type: ignore[arg-type]
+    assert seen == [PIECE_ROWS] * 5
+
+
+def test_a_store_in_process_takes_hints_in_the_background_and_one_at_a_time() -> None:
+    store = InprocStore(memory_limit_bytes=64 << 20, backend="cpu")
+    store.create_tables([SPECS["idle"]])
+    ids = np.arange(3 * PIECE_ROWS)
+    routed = {"t": RoutedIds(ids, np.array([0, ids.size], np.int64))}
+    taken: list[int] = []
+    prefetch = store._shard.prefetch
+    store._shard.prefetch = lambda of: (taken.extend(of.get("t", ids[:0]).tolist()), prefetch(of))  # type: ignore[method-assign]
+    with store._lock:  # as if a Pull was under way
+        store.prefetch(routed)  # returns at once
+        store.prefetch(routed)  # and this one is dropped
+        assert taken == []
+        ids[:] = 0  # the caller may use its arrays again
+    assert store._hint is not None
+    store._hint.result(10)
+    assert taken == list(range(3 * PIECE_ROWS))
+    store.prefetch({"nobody": routed["t"]})
+    with pytest.raises(UnknownTable):
+        store._hint.result(10)  # nobody looks at it
+    store.close()
+    store.prefetch(routed)
+    assert len(taken) == 3 * PIECE_ROWS
 
 
 def test_hints_from_other_threads_change_no_row() -> None:
