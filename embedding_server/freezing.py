@@ -94,7 +94,7 @@ def thaw(table: Table, addresses: np.ndarray, locations: np.ndarray, row_ids: np
             raise
     table.index.set_locations(addresses, slots.astype(np.uint32))
     table.last_step.array[slots, 0] = step
-    table.undo_decay(slots, step)
+    table.undo_decay(slots, row_ids, step)
     table.rows_frozen -= n
     table.moves_thawed += n
     return n

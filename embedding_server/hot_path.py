@@ -12,7 +12,7 @@ Thread safety: none; it belongs to the thread that owns the shard. Inside a call
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -161,7 +161,7 @@ class HotPath:
                 ignored += not_hot
             total += slots.shape[0]
             update.table.rate = kernel_rate(update.table.spec.optimizer, update.learning_rate, step)
-            ready.append((update, slots))
+            ready.append((_in_one_piece(update), slots))
         if self._any_decays:
             for update, _ in ready:
                 if update.table.decay is not None:
@@ -215,6 +215,7 @@ class HotPath:
             step,
             np.array([of_table.shape[0] for of_table in slots], np.int64),
             _addresses(slots),
+            _addresses([update.row_ids for update, _ in ready]),
         )
 
     def _find(self, ids: Mapping[str, np.ndarray], step: int | None) -> _Request:
@@ -382,12 +383,19 @@ def _apply_alone(update: Update, slots: np.ndarray, scale: float, step: int) -> 
         values, dtype = make_sums(update.sums, update.table.spec.dim), "float32"
     positions = np.arange(slots.shape[0], dtype=np.int32)
     pending = update.table.pending(slots)
-    update.table.hot.apply(slots, values, positions, dtype, scale, update.learning_rate, step, pending)
+    update.table.hot.apply(slots, values, positions, dtype, scale, update.learning_rate, step, pending, update.row_ids)
 
 
 def _row_addresses(rows: np.ndarray) -> np.ndarray:
     """int64[n] of the rows of float32[n, D]."""
     return rows.__array_interface__["data"][0] + 4 * rows.shape[1] * np.arange(rows.shape[0])
+
+
+def _in_one_piece(update: Update) -> Update:
+    """Its row_ids lie one after another, as kernels read them."""
+    if update.row_ids.flags.c_contiguous:
+        return update
+    return replace(update, row_ids=np.ascontiguousarray(update.row_ids))
 
 
 def _without_repeats(update: Update) -> Update:

@@ -3,7 +3,8 @@
 CpuHotRows (numba), ReferenceHotRows (plain torch, one operation after another: the oracle of the tests) and
 kernels/fbgemm.py's FbgemmHotRows (GPU). kernels/__init__.py chooses once. Importing this module imports no torch.
 
-Who holds which slot, and which slots are free, is the table's business; nothing here knows a row_id after `initialise`.
+Who holds which slot, and which slots are free, is the table's business. Callers say the row_ids where they matter: the
+initial values of a row, and the random bits by which a float16 row is rounded, must not depend on its slot.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from embedding_server.reserved import ReservedArray
 from embedding_server.spec import OptimizerSpec, TableSpec
 
 ALL_ONES = np.zeros(0, np.float32)  # of `pending`: no row decays
+NO_ROW_IDS = np.zeros(0, np.int64)
 
 
 class HotRows(ABC):
@@ -59,16 +61,21 @@ class HotRows(ABC):
         learning_rate: float,
         step: int,
         pending: np.ndarray = ALL_ONES,
+        row_ids: np.ndarray = NO_ROW_IDS,
     ) -> None:
         """One optimizer step on each of `slots` with gradients[positions[i]] * scale; slot -1 is skipped.
 
         slots other than -1 must be unique and gradients finite (kernels.cpu.all_finite). step counts from 1.
         pending float32[n]: what row slots[i] stands for is pending[i] times its weights (weight_decay.py).
+        row_ids int64[n]: whose rows they are; needed with hot_bits 16, and of no effect otherwise.
         """
 
     @abstractmethod
-    def scale(self, slots: np.ndarray, factors: np.ndarray, step: int) -> None:
-        """Multiplies the weights of slots[i], all unique and none -1, by factors[i], float32[n]: weight decay."""
+    def scale(self, slots: np.ndarray, factors: np.ndarray, step: int, row_ids: np.ndarray = NO_ROW_IDS) -> None:
+        """Multiplies the weights of slots[i], all unique and none -1, by factors[i], float32[n]: weight decay.
+
+        row_ids as in `apply`.
+        """
 
     @abstractmethod
     def initialise(self, slots: np.ndarray, row_ids: np.ndarray, spec: TableSpec) -> None:
@@ -121,6 +128,9 @@ class ReservedHotRows(HotRows):
     def write(self, slots: np.ndarray, weights: np.ndarray, state: np.ndarray) -> None:
         self._write_weights(slots, weights)
         self._state.array[slots] = state
+
+    def _require_ids(self, slots: np.ndarray, row_ids: np.ndarray) -> None:
+        assert self.hot_bits == 32 or row_ids.shape == slots.shape, "float16 rows are rounded by their row_ids"
 
     def _write_weights(self, slots: np.ndarray, weights: np.ndarray) -> None:
         if self.hot_bits == 32:
@@ -180,15 +190,19 @@ class CpuHotRows(ReservedHotRows):
         learning_rate: float,
         step: int,
         pending: np.ndarray = ALL_ONES,
+        row_ids: np.ndarray = NO_ROW_IDS,
     ) -> None:
+        self._require_ids(slots, row_ids)
         rate = kernel_rate(self.optimizer, learning_rate, step)
         cpu.apply(
             row_updates.KINDS[self.optimizer.kind], self._weights.array, self._state.array, slots, wire_view(gradients),
             positions, MODES[wire_dtype], np.float32(scale), rate, kernel_constants(self.optimizer), pending, step,
+            row_ids,
         )  # fmt: skip
 
-    def scale(self, slots: np.ndarray, factors: np.ndarray, step: int) -> None:
-        cpu.scale(self._weights.array, slots, factors, step)
+    def scale(self, slots: np.ndarray, factors: np.ndarray, step: int, row_ids: np.ndarray = NO_ROW_IDS) -> None:
+        self._require_ids(slots, row_ids)
+        cpu.scale(self._weights.array, slots, factors, step, row_ids)
 
     def initialise(self, slots: np.ndarray, row_ids: np.ndarray, spec: TableSpec) -> None:
         seed = table_seed(spec)
@@ -222,25 +236,31 @@ class ReferenceHotRows(ReservedHotRows):
         learning_rate: float,
         step: int,
         pending: np.ndarray = ALL_ONES,
+        row_ids: np.ndarray = NO_ROW_IDS,
     ) -> None:
         from embedding_server.kernels import reference
 
+        self._require_ids(slots, row_ids)
         is_hot = slots >= 0
         scaled = reference.scaled_gradients(gradients, positions[is_hot], wire_dtype, scale)
         weights, state = self.read(slots[is_hot])
         factors = pending[is_hot][:, None] if pending.size else np.ones((1, 1), np.float32)
         weights, state = reference.apply(self.optimizer, weights * factors, state, scaled, learning_rate, step)
-        self._put_updated(slots[is_hot], weights / factors, step, UPDATE)
+        its_ids = row_ids[is_hot] if row_ids.size else row_ids
+        self._put_updated(slots[is_hot], its_ids, weights / factors, step, UPDATE)
         self._state.array[slots[is_hot]] = state
 
-    def scale(self, slots: np.ndarray, factors: np.ndarray, step: int) -> None:
-        self._put_updated(slots, self.read(slots)[0] * factors[:, None], step, SETTLE)
+    def scale(self, slots: np.ndarray, factors: np.ndarray, step: int, row_ids: np.ndarray = NO_ROW_IDS) -> None:
+        self._require_ids(slots, row_ids)
+        self._put_updated(slots, row_ids, self.read(slots)[0] * factors[:, None], step, SETTLE)
 
-    def _put_updated(self, slots: np.ndarray, weights: np.ndarray, step: int, purpose: int) -> None:
+    def _put_updated(
+        self, slots: np.ndarray, row_ids: np.ndarray, weights: np.ndarray, step: int, purpose: int
+    ) -> None:
         from embedding_server.kernels import reference
 
         if self.hot_bits == 16:
-            weights = reference.round_rows(weights, reference.rounding_keys(slots, step, purpose)).view(np.int16)
+            weights = reference.round_rows(weights, reference.rounding_keys(row_ids, step, purpose)).view(np.int16)
         self._weights.array[slots] = weights
 
     def initialise(self, slots: np.ndarray, row_ids: np.ndarray, spec: TableSpec) -> None:

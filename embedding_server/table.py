@@ -171,20 +171,20 @@ class Table:
         assert self.decay is not None
         slots = np.empty(row_ids.shape[0], np.int32)
         hot_slots(*self.index.locate(row_ids)[:2], slots)
-        slots = np.unique(slots[slots >= 0])
+        slots, first = np.unique(slots, return_index=True)
         last_steps = self.last_step.array[slots, 0]
-        late = last_steps < step
+        late = (slots >= 0) & (last_steps < step)
         if late.any():
-            self.hot.scale(slots[late], self.decay.to_settle(last_steps[late], step), step)
+            self.hot.scale(slots[late], self.decay.to_settle(last_steps[late], step), step, row_ids[first[late]])
 
-    def undo_decay(self, slots: np.ndarray, step: int) -> None:
+    def undo_decay(self, slots: np.ndarray, row_ids: np.ndarray, step: int) -> None:
         """Rows that were frozen at `step` and now have last_step = step owe nothing of what it decayed."""
         if self.decay is None:
             return
         self.decay.begin_step(step)
         factors = 1 / self.pending(slots)
         if (factors != 1.0).any():
-            self.hot.scale(slots, factors, step)
+            self.hot.scale(slots, factors, step, row_ids)
 
     # Slots of a Push ----------------------------------------------------------------------------------------------
 

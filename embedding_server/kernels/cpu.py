@@ -24,7 +24,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from embedding_server.kernels.half_rows import put_nearest, value_at
+from embedding_server.kernels.half_rows import SETTLE, UPDATE, put_nearest, rounding_key, value_at
 from embedding_server.kernels.hashing import hash_row_id, mix64
 from embedding_server.kernels.kernel import array, kernel, prefetch, view
 from embedding_server.kernels.row_updates import settle_row, update_row
@@ -39,6 +39,7 @@ _AHEAD = 8
 #: The part of a row that is asked for; what follows comes by the hardware's own prefetch of consecutive lines.
 _PREFETCH_BYTES = 512
 
+_NO_KEY = np.uint32(0)  # of float32 rows, which are not rounded
 _F32_ROWS, _HALF_ROWS = array(_F32, 2), array(types.int16, 2)
 _WEIGHTS = (_F32_ROWS, _HALF_ROWS)  # hot_bits 32 and 16 (half_rows.py)
 _INDEX = view(types.int32)
@@ -106,13 +107,19 @@ def _as_float32(gradient, mode, buffer):
     *(
         types.void(
             _I64, rows, _F32_ROWS, _INDEX, wire, _INDEX, _I64, _F32, _F32, view(_F32), view(_F32), _I64,
+            view(_I64),
         )
         for rows in _WEIGHTS
         for wire in _WIRE_IN
     )
 )  # fmt: skip
-def apply(kind, weights, state, slots, gradients, positions, mode, scale, learning_rate, constants, pending, step):
-    """One optimizer step on rows slots[i] with gradients[positions[i]] * scale; pending float32[n], or empty: all 1."""
+def apply(
+    kind, weights, state, slots, gradients, positions, mode, scale, learning_rate, constants, pending, step, row_ids
+):  # fmt: skip
+    """One optimizer step on rows slots[i] with gradients[positions[i]] * scale; pending float32[n], or empty: all 1.
+
+    row_ids int64[n]: of half rows, whose rounding they key; may be empty for others.
+    """
     buffer, values = np.empty(weights.shape[1], np.float32), np.empty(weights.shape[1], np.float32)
     for i in range(slots.size):
         _prefetch_row(weights, slots, i)
@@ -121,18 +128,20 @@ def apply(kind, weights, state, slots, gradients, positions, mode, scale, learni
         if slot >= 0:
             gradient = as_float32(gradients[positions[i]], mode, buffer)
             its_pending = pending[i] if pending.size else _ONE
+            key = rounding_key(row_ids[i], step, UPDATE) if row_ids.size else _NO_KEY
             update_row(
                 kind, weights[slot], values, state[slot], gradient, scale, learning_rate, constants, its_pending,
-                slot, step,
+                key,
             )  # fmt: skip
 
 
-@kernel(*[types.void(rows, _INDEX, view(_F32), _I64) for rows in _WEIGHTS])
-def scale(weights, slots, factors, step):
-    """weights[slots[i]] *= factors[i]: weight decay."""
+@kernel(*[types.void(rows, _INDEX, view(_F32), _I64, view(_I64)) for rows in _WEIGHTS])
+def scale(weights, slots, factors, step, row_ids):
+    """weights[slots[i]] *= factors[i]: weight decay. row_ids as in apply."""
     values = np.empty(weights.shape[1], np.float32)
     for i in range(slots.size):
-        settle_row(weights[slots[i]], values, factors[i], slots[i], step)
+        key = rounding_key(row_ids[i], step, SETTLE) if row_ids.size else _NO_KEY
+        settle_row(weights[slots[i]], values, factors[i], key)
 
 
 # ---- initial values -------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Hot rows in GPU memory: one FBGEMM SplitTableBatchedEmbeddingBagsCodegen ("TBE") as an array of rows by slot.
 
 A slot is an index of the TBE's one table; a gradient row is a bag of one look-up, so that FBGEMM's fused backward is
-the optimizer step. With hot_bits 16 the TBE's weights are float16 and FBGEMM's own random rounding is on (GPU only).
+the optimizer step. With hot_bits 16 the TBE's weights are float16 and FBGEMM's own random rounding is on (GPU only),
+whose bits come from a generator and not from the row_ids: runs then differ in last bits.
 Sum pooling over bags of one gives what PoolingMode.NONE gives and avoids its slow CPU path
 (0.8 M rows/s). Without a GPU the TBE runs on FBGEMM's CPU path, which has no adam: that is for the tests.
 
@@ -23,7 +24,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 
 from embedding_server.errors import InvalidInput
-from embedding_server.hot_rows import ALL_ONES, HotRows
+from embedding_server.hot_rows import ALL_ONES, NO_ROW_IDS, HotRows
 from embedding_server.kernels import cpu, reference
 from embedding_server.kernels.half_rows import MAX_HALF
 from embedding_server.optimizers import initial_state, table_seed
@@ -88,6 +89,7 @@ class FbgemmHotRows(HotRows):
         learning_rate: float,
         step: int,
         pending: np.ndarray = ALL_ONES,
+        row_ids: np.ndarray = NO_ROW_IDS,
     ) -> None:
         is_hot = slots >= 0
         self._require(slots)
@@ -116,7 +118,7 @@ class FbgemmHotRows(HotRows):
         if self.hot_bits == 16:  # FBGEMM does not say what it rounds beyond 65504 to
             self._weights[indices] = self._weights.index_select(0, indices).clamp(-MAX_HALF, MAX_HALF)
 
-    def scale(self, slots: np.ndarray, factors: np.ndarray, step: int) -> None:
+    def scale(self, slots: np.ndarray, factors: np.ndarray, step: int, row_ids: np.ndarray = NO_ROW_IDS) -> None:
         self._require(slots)
         indices = self._indices(slots)
         self._weights[indices] = self._weights.index_select(0, indices) * self._tensor(factors)[:, None]

@@ -12,8 +12,9 @@ so E[result] = w exactly for |w| in [2^-14, 65504]. Below, float16 values are 2^
 distance, is rounded so, and loses the 2^-14 again; that addition rounds |w| to a multiple of 2^-37 first. Beyond 65504,
 and at infinity, the result is 65504: a row never becomes infinite. NaN stays NaN.
 
-The random bits are a function of (slot, step, purpose, column), no generator's state: threads share the rows in any
-way, and a run repeats itself. Rows that freeze to 16 bits are rounded so too, by keys of their own (frozen.py).
+The random bits are a function of (row_id, step, purpose, column), no generator's state: a run repeats itself however
+threads share the rows, on any number of shards, and in whatever slots a restore puts them. Rows that freeze to 16 bits
+are rounded so too, by keys of their own (frozen.py).
 
 A row is an int16 array, as float16 is in vectors.py.
 """
@@ -45,6 +46,7 @@ _LARGEST = np.float32(MAX_HALF)
 #: purposes of a rounding: one step may round a row twice
 UPDATE, SETTLE = 0, 1
 _GOLDEN = 0x9E3779B9
+_STREAM_STEP = np.uint64(0x9E3779B97F4A7C15)
 _MAX_HALF_BITS, _LEAST_NORMAL_BITS, _INFINITY_BITS, _NAN = 0x477FE000, 0x38800000, 0x7F800000, 0x7E00
 _LEAST_NORMAL = 2.0**-14
 
@@ -103,10 +105,11 @@ _round1 = intrinsic(_rounding_storer(1, types.float32))
 
 
 @njit(inline="always")
-def rounding_key(slot, step, purpose):
-    """uint32 from which the random bits of a row's rounding come."""
-    count = np.uint64(2 * step + purpose) << np.uint64(32)
-    return np.uint32(mix64(np.uint64(slot) ^ count) >> np.uint64(32))
+def rounding_key(row_id, step, purpose):
+    """uint32 from which the random bits of a row's rounding come: of output 2 step + purpose of the SplitMix64 that
+    starts from the row_id."""
+    count = np.uint64(2 * step + purpose) * _STREAM_STEP
+    return np.uint32(mix64(np.uint64(row_id) + count) >> np.uint64(32))
 
 
 @njit(forceinline=True)

@@ -120,10 +120,11 @@ def all_finite(values: np.ndarray, wire_dtype: str) -> int:
     return int(bad[0]) if len(bad) else -1
 
 
-def rounding_keys(slots: np.ndarray, step: int, purpose: int) -> np.ndarray:
-    """int32[n] -> uint32[n]: half_rows.rounding_key."""
+def rounding_keys(row_ids: np.ndarray, step: int, purpose: int) -> np.ndarray:
+    """int64[n] -> uint32[n]: half_rows.rounding_key."""
     with np.errstate(over="ignore"):
-        mixed = mix64.py_func(slots.astype(np.uint64) ^ (np.uint64(2 * step + purpose) << np.uint64(32)))
+        count = np.uint64(2 * step + purpose) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = mix64.py_func(row_ids.astype(np.uint64) + count)
     return (mixed >> np.uint64(32)).astype(np.uint32)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from embedding_server.kernels.half_rows import SETTLE, UPDATE, expand_row, round_row, rounding_key
+from embedding_server.kernels.half_rows import expand_row, round_row
 from embedding_server.kernels.vectors import LANES, add16, at, load16, mul16, scale16, store16, sum16, zero16
 
 #: number of each optimizer in kernels
@@ -167,44 +167,44 @@ def _update_half_row(kind, row, values, state, gradient, scale, rate, constants,
     round_row(values, row, key)
 
 
-def update_row(kind, row, values, state, gradient, scale, rate, constants, pending, slot, step):
+def update_row(kind, row, values, state, gradient, scale, rate, constants, pending, key):
     """One step of optimizer KINDS[kind] on one row; constants float32[NUM_CONSTANTS]. adam: rate = step size.
 
-    row float32[D], or int16[D] that holds float16: rounded at random by (slot, step), through values float32[D].
+    row float32[D], or int16[D] that holds float16: rounded at random by uint32 key (half_rows.rounding_key), through
+    values float32[D].
     pending: what the row's weights stand for is this times what lies there; 1 but for weight decay (weight_decay.py).
     """
     raise NotImplementedError("call from numba kernels only")
 
 
 @overload(update_row, jit_options={"forceinline": True})
-def _update_row(kind, row, values, state, gradient, scale, rate, constants, pending, slot, step):
+def _update_row(kind, row, values, state, gradient, scale, rate, constants, pending, key):
     if row.dtype == types.float32:
 
-        def update_float32(kind, row, values, state, gradient, scale, rate, constants, pending, slot, step):
+        def update_float32(kind, row, values, state, gradient, scale, rate, constants, pending, key):
             _update_values(kind, row, state, gradient, scale, rate, constants, pending)
 
         return update_float32
 
-    def update_float16(kind, row, values, state, gradient, scale, rate, constants, pending, slot, step):
-        key = rounding_key(slot, step, UPDATE)
+    def update_float16(kind, row, values, state, gradient, scale, rate, constants, pending, key):
         _update_half_row(kind, row, values, state, gradient, scale, rate, constants, pending, key)
 
     return update_float16
 
 
-def settle_row(row, values, factor, slot, step):
-    """row *= factor, a float32; rows as in update_row."""
+def settle_row(row, values, factor, key):
+    """row *= factor, a float32; rows and key as in update_row."""
     raise NotImplementedError("call from numba kernels only")
 
 
 @overload(settle_row)
-def _settle_row(row, values, factor, slot, step):
+def _settle_row(row, values, factor, key):
     if row.dtype == types.float32:
-        return lambda row, values, factor, slot, step: scale_row(row, factor)
+        return lambda row, values, factor, key: scale_row(row, factor)
 
-    def settle_float16(row, values, factor, slot, step):
+    def settle_float16(row, values, factor, key):
         expand_row(row, values)
         scale_row(values, factor)
-        round_row(values, row, rounding_key(slot, step, SETTLE))
+        round_row(values, row, key)
 
     return settle_float16

@@ -13,7 +13,7 @@ from numba import boolean, carray, float32, float64, int32, int64, njit, uint8, 
 
 from embedding_server.heat import band, bump, whole_code
 from embedding_server.index import ENTRY_BYTES, FROZEN_BIT, ask_for, entries_at, probe
-from embedding_server.kernels.half_rows import value_at
+from embedding_server.kernels.half_rows import SETTLE, rounding_key, value_at
 from embedding_server.kernels.hashing import bucket_of, hash_row_id
 from embedding_server.kernels.kernel import array, kernel, pointer, prefetch, view
 from embedding_server.kernels.row_updates import settle_row
@@ -73,13 +73,13 @@ def pending_factor(log_sums, last_steps, slot, total):
 
 
 @njit
-def _settle(weights, weight_bytes, dim, factor, slot, step, buffer):
+def _settle(weights, weight_bytes, dim, factor, slot, key, buffer):
     """Applies weight decay to the row of a slot; addresses, buffer float32[D] (updates._place_of says why)."""
     values = carray(pointer(buffer), dim, np.float32)
     if weight_bytes == 2:
-        settle_row(carray(pointer(weights + 2 * dim * slot), dim, np.int16), values, factor, slot, step)
+        settle_row(carray(pointer(weights + 2 * dim * slot), dim, np.int16), values, factor, key)
     else:
-        settle_row(carray(pointer(weights + 4 * dim * slot), dim, np.float32), values, factor, slot, step)
+        settle_row(carray(pointer(weights + 4 * dim * slot), dim, np.float32), values, factor, key)
 
 
 @njit
@@ -130,7 +130,8 @@ def _visit_decaying_block(table, slots, entries, row_ids, begin, step, now_code,
         last_step = carray(pointer(table[LAST_STEP] + 4 * slot), 1, np.int32)
         if last_step[0] < step:
             factor = pending_factor(log_sums, last_steps, slot, total)
-            _settle(weights, weight_bytes, dim, factor, slot, step, buffer)
+            key = rounding_key(row_ids[begin + i], step, SETTLE)
+            _settle(weights, weight_bytes, dim, factor, slot, key, buffer)
             last_step[0] = step
             if table[COUNTS_VISITS] == ALL_VISITS:
                 code = _count_visit(table, slot, entries[i], row_ids[begin + i], step, now_code, log_table)

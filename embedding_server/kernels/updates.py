@@ -13,6 +13,7 @@ import numpy as np
 from numba import carray, float32, float64, int32, int64, njit, uint16, void
 
 from embedding_server.kernels.cpu import as_float32
+from embedding_server.kernels.half_rows import UPDATE, rounding_key
 from embedding_server.kernels.kernel import array, kernel, pointer, prefetch, view
 from embedding_server.kernels.row_sums import UNIT, sum_rows
 from embedding_server.kernels.row_updates import NUM_CONSTANTS, is_plain, update_plain_row, update_row
@@ -36,6 +37,7 @@ SUMS_COLUMNS = 7
 _AHEAD = 8
 _LINE = 64
 _ONE = np.float32(1.0)
+_NO_KEY = np.uint32(0)  # of float32 rows, which are not rounded
 _PREFETCH_BYTES = 512  # what follows comes by the hardware's own prefetch
 _ANY = 1 << 48  # length given to carray where the kernel never asks for it
 _ROW_COST = 4  # of the update of a row, in look-ups; only balances the threads
@@ -60,8 +62,8 @@ def _place_of(table, constants, buffer):
 
 
 @njit
-def _update_slot(place, gradient_address, scale, rate, total, slot, step):
-    """One step on the row of a slot of a table whose rows are not plain (row_updates.is_plain)."""
+def _update_slot(place, gradient_address, scale, rate, total, slot, key):
+    """One step on the row of a slot of a table whose rows are not plain (row_updates.is_plain); key: of half rows."""
     (weights, weight_bytes, dim), (state, columns, last_steps, log_sums), kind, constant_address, buffer = place
     at_slot, pending = np.int64(slot), _ONE
     gradient, values = carray(pointer(gradient_address), dim, np.float32), carray(pointer(buffer), dim, np.float32)
@@ -71,10 +73,10 @@ def _update_slot(place, gradient_address, scale, rate, total, slot, step):
         pending = pending_factor(log_sums, last_steps, slot, total)
     if weight_bytes == 2:
         half_row = carray(pointer(weights + 2 * dim * at_slot), dim, np.int16)
-        update_row(kind, half_row, values, its_state, gradient, scale, rate, constants, pending, slot, step)
+        update_row(kind, half_row, values, its_state, gradient, scale, rate, constants, pending, key)
     else:
         row = carray(pointer(weights + 4 * dim * at_slot), dim, np.float32)
-        update_row(kind, row, values, its_state, gradient, scale, rate, constants, pending, slot, step)
+        update_row(kind, row, values, its_state, gradient, scale, rate, constants, pending, key)
 
 
 @njit(forceinline=True)
@@ -102,19 +104,20 @@ def _widest(directory, tables):
     *(
         void(
             view(int64, 2), view(float32, 2), view(int64), view(float32), view(float64), float32, int64, view(int64),
-            view(int64), view(int64), view(wire), int64, int64, int64,
+            view(int64), view(int64), view(int64), view(wire), int64, int64, int64,
         )
         for wire in (float32, uint16)
     )
 )  # fmt: skip
 def apply_values(
-    directory, constants, tables, rates, totals, scale, step, counts, slot_addresses, value_addresses, like, mode,
-    part, parts,
+    directory, constants, tables, rates, totals, scale, step, counts, slot_addresses, id_addresses, value_addresses,
+    like, mode, part, parts,
 ):  # fmt: skip
     """One optimizer step on the rows of each table, with gradients [counts[k], D] of like's dtype; slot -1 skips.
 
-    constants float32[T, NUM_CONSTANTS] of the directory's tables; rates float32[K]; totals float64[K]: the log-sum of
-    weight decay up to this step.
+    slot_addresses, id_addresses: where slots int32[counts[k]] and row_ids int64[counts[k]] lie. constants
+    float32[T, NUM_CONSTANTS] of the directory's tables; rates float32[K]; totals float64[K]: the log-sum of weight
+    decay up to this step.
     """
     widest = _widest(directory, tables)
     buffer, half_buffer = np.empty(widest, np.float32), np.empty(widest, np.float32)
@@ -124,7 +127,9 @@ def apply_values(
         dim, kind, weights, place = table[DIM], table[KIND], table[WEIGHTS], _place_of(table, of_table, half_buffer)
         state, columns = table[STATE], table[STATE_COLUMNS]
         plain = is_plain(kind, table[WEIGHT_BYTES], table[LOG_SUMS], of_table)
+        is_half = table[WEIGHT_BYTES] == 2
         slots = carray(pointer(slot_addresses[k]), n, np.int32)
+        row_ids = carray(pointer(id_addresses[k]), n, np.int64)
         its_buffer = buffer[:dim]
         for i in range(n * part // parts, n * (part + 1) // parts):
             _ask_for(place, slots, i)
@@ -135,7 +140,8 @@ def apply_values(
                     row, its_state = _rows_at(weights, dim, state, columns, slots[i])
                     update_plain_row(kind, row, its_state, gradient, scale, rate, of_table)
                 else:
-                    _update_slot(place, gradient.ctypes.data, scale, rate, total, slots[i], step)
+                    key = rounding_key(row_ids[i], step, UPDATE) if is_half else _NO_KEY
+                    _update_slot(place, gradient.ctypes.data, scale, rate, total, slots[i], key)
 
 
 @njit
@@ -160,10 +166,12 @@ def _first_of_part(starts, rows, n, part, parts):
 @kernel(
     void(
         view(int64, 2), view(float32, 2), view(int64), view(float32), view(float64), float32, int64, view(int64),
-        view(int64), view(int64, 2), int64, int64,
+        view(int64), view(int64), view(int64, 2), int64, int64,
     )
 )  # fmt: skip
-def apply_sums(directory, constants, tables, rates, totals, scale, step, counts, slot_addresses, sums, part, parts):
+def apply_sums(
+    directory, constants, tables, rates, totals, scale, step, counts, slot_addresses, id_addresses, sums, part, parts
+):  # fmt: skip
     """As apply_values; the gradient of row i of table k is summed from what sums[k] describes (store.RowSums)."""
     widest = _widest(directory, tables)
     gradient, half_buffer = np.empty(widest, np.float32), np.empty(widest, np.float32)
@@ -178,7 +186,9 @@ def apply_sums(directory, constants, tables, rates, totals, scale, step, counts,
         )
         state, columns = table[STATE], table[STATE_COLUMNS]
         plain = is_plain(kind, table[WEIGHT_BYTES], table[LOG_SUMS], its_constants)
+        is_half = table[WEIGHT_BYTES] == 2
         slots = carray(pointer(slot_addresses[k]), n, np.int32)
+        row_ids = carray(pointer(id_addresses[k]), n, np.int64)
         source = carray(pointer(of_table[SOURCE]), _ANY, np.float32)
         positions = carray(pointer(of_table[POSITIONS]), of_table[NUM_POSITIONS], np.int32)
         scales = carray(pointer(of_table[SCALES]), of_table[NUM_SCALES], np.float32)
@@ -199,7 +209,8 @@ def apply_sums(directory, constants, tables, rates, totals, scale, step, counts,
                     row, its_state = _rows_at(weights, dim, state, columns, slots[i])
                     update_plain_row(kind, row, its_state, its_gradient, scale, rate, its_constants)
                 else:
-                    _update_slot(place, its_gradient.ctypes.data, scale, rate, total, slots[i], step)
+                    key = rounding_key(row_ids[i], step, UPDATE) if is_half else _NO_KEY
+                    _update_slot(place, its_gradient.ctypes.data, scale, rate, total, slots[i], key)
 
 
 @kernel(

@@ -65,6 +65,11 @@ def test_cpu_equals_the_reference_after_k_steps(kind: OptimizerKind, wire_dtype:
     assert np.abs(ours.read(slots)[0] - weights).max() > 0.05
 
 
+def row_ids_of(slots: np.ndarray) -> np.ndarray:
+    """int64[n]: any, as long as each slot has its own."""
+    return slots.astype(np.int64) * 7919 - 5
+
+
 def half_rows(backend: type[HotRows], kind: OptimizerKind, weights: np.ndarray) -> HotRows:
     return filled(backend(weights.shape[1], optimizer_spec(kind), len(weights), hot_bits=16), weights)
 
@@ -80,8 +85,8 @@ def test_half_rows_equal_the_reference(kind: OptimizerKind, wire_dtype: str) -> 
     for step, (some, gradients, positions) in enumerate(random_steps(wire_dtype)[:5], start=1):
         pending = np.linspace(0.5, 1.0, len(some)).astype(np.float32)
         for rows in (ours, theirs):
-            rows.apply(some, gradients, positions, wire_dtype, 0.5, LEARNING_RATE, step, pending)
-            rows.scale(some[some >= 0], pending[some >= 0], step)
+            rows.apply(some, gradients, positions, wire_dtype, 0.5, LEARNING_RATE, step, pending, row_ids_of(some))
+            rows.scale(some[some >= 0], pending[some >= 0], step, row_ids_of(some[some >= 0]))
     for one, other in zip(ours.read(slots), theirs.read(slots), strict=True):
         np.testing.assert_allclose(one, other, rtol=4e-3, atol=1e-6)
     assert (ours.read(slots)[0] == theirs.read(slots)[0]).mean() > 0.95
@@ -106,7 +111,7 @@ def test_half_rows_train_as_float32_rows_do_on_average(kind: OptimizerKind, back
     for step in range(1, 31):
         gradient = rng.uniform(0.02, 0.05, (1, DIM)).astype(np.float32)
         exact.apply(slots[:1], gradient, slots[:1], "float32", 1.0, 1e-4, step)
-        rows.apply(slots, gradient, np.zeros(num_rows, np.int32), "float32", 1.0, 1e-4, step)
+        rows.apply(slots, gradient, slots * 0, "float32", 1.0, 1e-4, step, row_ids=row_ids_of(slots))
     wanted = exact.read(slots[:1])[0][0]
     assert (wanted < start).all()
     moved = rows.read(slots)[0].astype(np.float64).mean(axis=0) - start
@@ -122,7 +127,8 @@ def test_half_rows_saturate(backend: type[HotRows]) -> None:
     weights, _ = rows.read(slots)
     assert np.abs(weights).max() == 65504
     for step in range(1, 4):
-        rows.apply(slots, np.full((1, 4), -1e30, np.float32), slots * 0, "float32", 1.0, 1.0, step)
+        gradient = np.full((1, 4), -1e30, np.float32)
+        rows.apply(slots, gradient, slots * 0, "float32", 1.0, 1.0, step, row_ids=row_ids_of(slots))
     assert (rows.read(slots)[0] == 65504).all()
     rows.write(slots[:1], np.array([[-1e9, 1e9, 0, 65520]], np.float32), np.zeros((1, 0), np.float32))
     assert rows.read(slots[:1])[0].tolist() == [[-65504, 65504, 0, 65504]]

@@ -97,7 +97,21 @@ def test_kernels_take_what_the_network_gives_and_never_compile_a_second_time() -
     slots.flags.writeable = False
     constants, state = np.zeros(NUM_CONSTANTS, np.float32), np.zeros((8, 0), np.float32)
     scale, rate = np.float32(0.5), np.float32(2.0)
-    cpu.apply(SGD, weights, state, slots, gradients, slots, 0, scale, rate, constants, np.zeros(0, np.float32), 1)
+    cpu.apply(
+        SGD,
+        weights,
+        state,
+        slots,
+        gradients,
+        slots,
+        0,
+        scale,
+        rate,
+        constants,
+        np.zeros(0, np.float32),
+        1,
+        np.zeros(0, np.int64),
+    )
     np.testing.assert_array_equal(weights, -gradients)
     assert cpu.all_finite(gradients, 0) == -1
     for kernel in Kernel.registry:

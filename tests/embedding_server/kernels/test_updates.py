@@ -88,7 +88,7 @@ def test_updates_of_many_tables_equal_the_reference(tmp_path, kind: OptimizerKin
                 gradients = from_float32(rng.standard_normal((51, dim)).astype(np.float32), wire)
                 updates.append(Update(table, named, gradients, wire, RATE))  # type: ignore[arg-type]
             slots, _ = table.find_slots(named)
-            rows.apply(slots, gradients, np.arange(51, dtype=np.int32), wire, 0.5, RATE, step)
+            rows.apply(slots, gradients, np.arange(51, dtype=np.int32), wire, 0.5, RATE, step, row_ids=named)
         assert path.apply(updates, scale=0.5, step=step) == (200, 4)
     for table, rows in zip(tables, theirs, strict=True):
         every = np.arange(ROWS, dtype=np.int32)
