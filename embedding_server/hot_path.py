@@ -12,7 +12,7 @@ Thread safety: none; it belongs to the thread that owns the shard. Inside a call
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ class Update:
     """What one optimizer step does to the hot rows of one table: gradients of n rows, as values or as sums."""
 
     table: Table
-    row_ids: np.ndarray  # int64[n]; a repeated one is summed first
+    row_ids: np.ndarray  # int64[n], contiguous; a repeated one is summed first
     values: np.ndarray  # [n, D] of WIRE_NUMPY[wire_dtype]; not looked at if there are sums
     wire_dtype: WireDtype
     learning_rate: float
@@ -161,7 +161,7 @@ class HotPath:
                 ignored += not_hot
             total += slots.shape[0]
             update.table.rate = kernel_rate(update.table.spec.optimizer, update.learning_rate, step)
-            ready.append((_in_one_piece(update), slots))
+            ready.append((update, slots))
         if self._any_decays:
             for update, _ in ready:
                 if update.table.decay is not None:
@@ -389,13 +389,6 @@ def _apply_alone(update: Update, slots: np.ndarray, scale: float, step: int) -> 
 def _row_addresses(rows: np.ndarray) -> np.ndarray:
     """int64[n] of the rows of float32[n, D]."""
     return rows.__array_interface__["data"][0] + 4 * rows.shape[1] * np.arange(rows.shape[0])
-
-
-def _in_one_piece(update: Update) -> Update:
-    """Its row_ids lie one after another, as kernels read them."""
-    if update.row_ids.flags.c_contiguous:
-        return update
-    return replace(update, row_ids=np.ascontiguousarray(update.row_ids))
 
 
 def _without_repeats(update: Update) -> Update:

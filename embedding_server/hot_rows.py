@@ -247,18 +247,20 @@ class ReferenceHotRows(ReservedHotRows):
         factors = pending[is_hot][:, None] if pending.size else np.ones((1, 1), np.float32)
         weights, state = reference.apply(self.optimizer, weights * factors, state, scaled, learning_rate, step)
         its_ids = row_ids[is_hot] if row_ids.size else row_ids
-        self._put_updated(slots[is_hot], its_ids, weights / factors, step, UPDATE)
+        self._put_updated(slots[is_hot], its_ids, weights.astype(np.float64) / factors, step, UPDATE)
         self._state.array[slots[is_hot]] = state
 
     def scale(self, slots: np.ndarray, factors: np.ndarray, step: int, row_ids: np.ndarray = NO_ROW_IDS) -> None:
         self._require_ids(slots, row_ids)
-        self._put_updated(slots, row_ids, self.read(slots)[0] * factors[:, None], step, SETTLE)
+        self._put_updated(slots, row_ids, self.read(slots)[0].astype(np.float64) * factors[:, None], step, SETTLE)
 
     def _put_updated(
         self, slots: np.ndarray, row_ids: np.ndarray, weights: np.ndarray, step: int, purpose: int
     ) -> None:
+        """weights float64[n, D]: what exceeds float32's largest value becomes that."""
         from embedding_server.kernels import reference
 
+        weights = weights.clip(-reference.LARGEST, reference.LARGEST).astype(np.float32)
         if self.hot_bits == 16:
             weights = reference.round_rows(weights, reference.rounding_keys(row_ids, step, purpose)).view(np.int16)
         self._weights.array[slots] = weights

@@ -22,11 +22,19 @@ ftrl                b <- ftrl_beta + eps + sqrt(n)      (n: D values, initial_ac
                     n' = n + g^2, b' = ftrl_beta + eps + sqrt(n')
                     z <- z + g - (b' - b) / lr w
                     w <- 0 if |z| <= ftrl_l1 else -(z - sign(z) ftrl_l1) / (b' / lr + ftrl_l2)
-    McMahan et al. 2013, "Ad click prediction", algorithm 1, with its alpha = lr. Where w is not 0 it tells z, so the
+    McMahan et al. 2013, "Ad click prediction", algorithm 1, with its alpha = lr; lr < LEAST_FTRL_RATE does nothing but
+    n <- n'. Where w is not 0 it tells z, so the
     second line changes nothing while lr stays; thanks to it w also goes on from where it is when lr changes, when the
     row is new or thaws, and after weight decay. w is stored, not made from z, so that every read is one of w.
 
 clip_norm > 0       g <- g min(1, clip_norm / |g|_2)    first, for every optimizer
+                    g <- min(max(g, -MAX_GRADIENT), MAX_GRADIENT)   then, for every optimizer
+
+Thanks to the last line finite gradients keep a row finite. Squares are at most 2^100, and a float32 sum of them stops
+growing at 2^25 times the largest, so h and n do not overflow, nor do m and v, which are means. A step changes w by at
+most lr / pending 2^50 (sgd; the others divide by the gradient's own size), and lr is at most MAX_LEARNING_RATE, pending
+(weight_decay.py) at least 1e-9: less than 2^103, half the distance between the two largest float32, so that w plus the
+change rounds to a finite value. Only adam with beta1^2 > beta2 has no such bound: its w is cut to the largest float32.
 
 State columns: sgd none; adagrad h; rowwise_adagrad h; adam m, then v; ftrl n, then z (0 where w is not 0).
 
@@ -54,6 +62,10 @@ import numpy as np
 
 from embedding_server.spec import OptimizerKind, OptimizerSpec, TableSpec
 
+#: A larger value of a gradient counts as this; a loss that brings it has diverged long before.
+MAX_GRADIENT = 2.0**50
+#: ftrl: below, 1 / lr would leave float32.
+LEAST_FTRL_RATE = 1e-30
 _CODES_PER_OCTAVE = 4
 _LOWEST_EXPONENT = -40
 _MAX_CODE = 255

@@ -19,7 +19,7 @@ from embedding_server.table import Table
 
 MAX_ROWS_PER_CALL = 1 << 24
 MAX_PARTS = 4096
-MAX_LEARNING_RATE = 1e30  # float32 arithmetic
+MAX_LEARNING_RATE = 1e6  # keeps rows finite: optimizers.py
 
 
 class RequestChecks:

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_DIM = 4096
-#: Bound of initial values and accumulators: their sums and differences stay finite in float32.
+#: Bound of initial values, accumulators and constants of optimizers: their sums and differences stay finite in float32.
 MAX_INITIAL = 1e30
 #: Smallest eps: with 0, a zero gradient on a zero accumulator is 0 / 0, which would make the row NaN.
 MIN_EPS = 1e-20
@@ -41,10 +41,14 @@ class OptimizerSpec(_Spec):
     weight_decay: float = Field(
         0.0, ge=0.0, le=1.0, description="decoupled: each step w <- w (1 - lr * weight_decay) while the row is hot"
     )
-    clip_norm: float = Field(0.0, ge=0.0, description="a row's gradient is scaled down to this L2 norm; 0: not clipped")
-    ftrl_l1: float = Field(0.0, ge=0.0, description="ftrl: L1 strength; weights at or below it are exactly 0")
-    ftrl_l2: float = Field(0.0, ge=0.0, description="ftrl: L2 strength")
-    ftrl_beta: float = Field(1.0, ge=0.0, description="ftrl: added to the root of the accumulator")
+    clip_norm: float = Field(
+        0.0, ge=0.0, le=MAX_INITIAL, description="a row's gradient is scaled down to this L2 norm; 0: not clipped"
+    )
+    ftrl_l1: float = Field(
+        0.0, ge=0.0, le=MAX_INITIAL, description="ftrl: L1 strength; weights at or below it are exactly 0"
+    )
+    ftrl_l2: float = Field(0.0, ge=0.0, le=MAX_INITIAL, description="ftrl: L2 strength")
+    ftrl_beta: float = Field(1.0, ge=0.0, le=MAX_INITIAL, description="ftrl: added to the root of the accumulator")
 
 
 class ScheduleSpec(_Spec):

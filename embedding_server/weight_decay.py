@@ -36,6 +36,7 @@ from embedding_server.errors import InvalidInput
 from embedding_server.reserved import ReservedArray
 
 _MAX_STEPS = 2**31  # last_step is int32
+_MOST_AT_ONCE = 0.999  # three steps may be pending at a Push of mode pipelined: 1e-9 is left
 _STEPS_KEPT = 64  # a pipelined worker is one step ahead of another at most
 
 
@@ -55,11 +56,11 @@ class WeightDecay:
         return self._settled.committed_bytes(self._newest + 1)
 
     def check(self, table: str, learning_rate: float) -> None:
-        """InvalidInput if a step of this learning rate would leave nothing of a row, or turn its sign."""
-        if learning_rate * self._weight_decay >= 1.0:
+        """InvalidInput if a step of this learning rate would leave next to nothing of a row, or turn its sign."""
+        if learning_rate * self._weight_decay > _MOST_AT_ONCE:
             raise InvalidInput(
-                f"table {table!r}: learning_rate={learning_rate} times weight_decay={self._weight_decay} must be below"
-                " 1, for each step takes that share of a row; lower one of them"
+                f"table {table!r}: learning_rate={learning_rate} times weight_decay={self._weight_decay} must be at"
+                f" most {_MOST_AT_ONCE}, for each step takes that share of a row; lower one of them"
             )
 
     def begin_step(self, step: int) -> None:

@@ -10,10 +10,12 @@ import numpy as np
 import torch
 
 from embedding_server.kernels.hashing import hash_row_ids, mix64
-from embedding_server.optimizers import adam_step_size
+from embedding_server.optimizers import LEAST_FTRL_RATE, MAX_GRADIENT, adam_step_size
 from embedding_server.spec import OptimizerSpec
 
 TORCH_WIRE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+LARGEST = torch.finfo(torch.float32).max
 
 
 def wire_tensor(values: np.ndarray, wire_dtype: str) -> torch.Tensor:
@@ -54,7 +56,7 @@ def apply(
     step: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """One step of the formulas in optimizers.py: float32[n, D], [n, C] and [n, D] -> new weights and state."""
-    w, h, g = torch.from_numpy(weights), torch.from_numpy(state), clipped(gradients, optimizer.clip_norm)
+    w, h, g = torch.from_numpy(weights), torch.from_numpy(state), bounded(gradients, optimizer.clip_norm)
     match optimizer.kind:
         case "sgd":
             w = w - learning_rate * g
@@ -69,6 +71,7 @@ def apply(
             m = optimizer.beta1 * m + (1.0 - optimizer.beta1) * g
             v = optimizer.beta2 * v + (1.0 - optimizer.beta2) * g * g
             w = w - adam_step_size(optimizer, learning_rate, step) * m / (v.sqrt() + optimizer.eps)
+            w = w.clamp(-LARGEST, LARGEST)
             h = torch.cat([m, v], dim=1)
         case "ftrl":
             w, h = _ftrl(optimizer, w, h, g, learning_rate)
@@ -83,7 +86,7 @@ def _ftrl(
     n, z = h.chunk(2, dim=1)
     l1, l2, beta = optimizer.ftrl_l1, optimizer.ftrl_l2, optimizer.ftrl_beta + optimizer.eps
     grown = n + g * g
-    if learning_rate == 0.0:  # the step has no length
+    if learning_rate < LEAST_FTRL_RATE:  # the step has no length
         return w.float(), torch.cat([grown, z], dim=1).float()
     before, after = beta + n.sqrt(), beta + grown.sqrt()
     z = torch.where(w != 0, -w * (before / learning_rate + l2) - w.sign() * l1, z)
@@ -92,12 +95,12 @@ def _ftrl(
     return w, torch.cat([grown, torch.where(w == 0, z, 0.0)], dim=1).float()
 
 
-def clipped(gradients: torch.Tensor, clip_norm: float) -> torch.Tensor:
-    """float32[n, D] with every row's L2 norm brought down to clip_norm; 0: as they are."""
-    if clip_norm == 0.0:
-        return gradients
-    norms = gradients.double().norm(dim=1, keepdim=True)
-    return (gradients * torch.where(norms > clip_norm, clip_norm / norms, 1.0)).float()
+def bounded(gradients: torch.Tensor, clip_norm: float) -> torch.Tensor:
+    """float32[n, D] with every row's L2 norm brought down to clip_norm (0: as they are), and no value too large."""
+    if clip_norm != 0.0:
+        norms = gradients.double().norm(dim=1, keepdim=True)
+        gradients = (gradients * torch.where(norms > clip_norm, clip_norm / norms, 1.0)).float()
+    return gradients.clamp(-MAX_GRADIENT, MAX_GRADIENT)
 
 
 def initial_values(row_ids: np.ndarray, seed: int, dim: int, low: float, high: float) -> np.ndarray:

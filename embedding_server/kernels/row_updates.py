@@ -14,6 +14,7 @@ from numba.extending import overload
 
 from embedding_server.kernels.half_rows import expand_row, round_row
 from embedding_server.kernels.vectors import LANES, add16, at, load16, mul16, scale16, store16, sum16, zero16
+from embedding_server.optimizers import LEAST_FTRL_RATE, MAX_GRADIENT
 
 #: number of each optimizer in kernels
 KINDS = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3, "ftrl": 4}
@@ -22,18 +23,26 @@ SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM, FTRL = range(5)
 EPS, BETA1, BETA2, CLIP_NORM, FTRL_L1, FTRL_L2, FTRL_BETA = range(7)
 NUM_CONSTANTS = 7
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_LARGEST, _MOST, _LEAST_RATE = np.finfo(np.float32).max, np.float32(MAX_GRADIENT), np.float32(LEAST_FTRL_RATE)
+_MOST_SQUARED = np.float32(MAX_GRADIENT**2)
+
+
+@njit(inline="always")
+def _cut(value, most):
+    """value, at most `most` in size; NaN stays."""
+    return most if value > most else -most if value < -most else value
 
 
 @njit(error_model="numpy", forceinline=True)
 def _sgd_row(row, gradient, scale, learning_rate):
     for d in range(row.size):
-        row[d] -= learning_rate * (gradient[d] * scale)
+        row[d] -= learning_rate * _cut(gradient[d] * scale, _MOST)
 
 
 @njit(error_model="numpy", forceinline=True)
 def _adagrad_row(row, state, gradient, scale, learning_rate, eps):
     for d in range(row.size):
-        g = gradient[d] * scale
+        g = _cut(gradient[d] * scale, _MOST)
         h = state[d] + g * g
         state[d] = h
         row[d] -= learning_rate * g / (np.sqrt(h) + eps)
@@ -54,10 +63,27 @@ def _sum_of_squares(gradient, scale):
     return sum16(total) + rest
 
 
+@njit(error_model="numpy")
+def _rowwise_adagrad_cut_row(row, state, gradient, scale, learning_rate, eps):
+    """Where a value of the gradient may exceed MAX_GRADIENT, as the sum of squares tells the others for nothing."""
+    squares = _ZERO
+    for d in range(row.size):
+        g = _cut(gradient[d] * scale, _MOST)
+        squares += g * g
+    state[0] += squares * (_ONE / np.float32(row.size))
+    multiplier = learning_rate / (np.sqrt(state[0]) + eps)
+    for d in range(row.size):
+        row[d] -= multiplier * _cut(gradient[d] * scale, _MOST)
+
+
 @njit(error_model="numpy", forceinline=True)
 def _rowwise_adagrad_row(row, state, gradient, scale, learning_rate, eps):
     """In explicit vectors: the guards of LLVM's own vector loops took a third of the time of a row of 64."""
-    h = state[0] + _sum_of_squares(gradient, scale) * (_ONE / np.float32(row.size))
+    squares = _sum_of_squares(gradient, scale)
+    if not squares <= _MOST_SQUARED:
+        _rowwise_adagrad_cut_row(row, state, gradient, scale, learning_rate, eps)
+        return
+    h = state[0] + squares * (_ONE / np.float32(row.size))
     state[0] = h
     multiplier, d = learning_rate / (np.sqrt(h) + eps), 0
     while d + LANES <= row.size:
@@ -75,38 +101,41 @@ def _adam_row(row, state, gradient, scale, step_size, eps, beta1, beta2):
     dim = row.size
     first, second = state[:dim], state[dim:]
     for d in range(dim):
-        g = gradient[d] * scale
+        g = _cut(gradient[d] * scale, _MOST)
         m = beta1 * first[d] + (_ONE - beta1) * g
         v = beta2 * second[d] + (_ONE - beta2) * (g * g)
         first[d] = m
         second[d] = v
-        row[d] -= step_size * m / (np.sqrt(v) + eps)
+        row[d] = _cut(row[d] - step_size * m / (np.sqrt(v) + eps), _LARGEST)
 
 
 @njit(error_model="numpy", forceinline=True)
 def _ftrl_row(row, state, gradient, scale, learning_rate, constants):
-    """State: D columns of n, then D of z. Everything but the stored z is times lr, so that lr = 0 divides nothing."""
+    """State: D columns of n, then D of z. Everything but the stored z is times lr, so that lr = 0 divides nothing.
+
+    Where w is not 0, z is made from it, and the formulas come to u = w - lr g / (b' + lr l2): w' = u on w's side of
+    zero; beyond, where l1 counts twice, u less 2 lr l1 / (b' + lr l2), or 0. So no product of w and a root is formed,
+    which could overflow, and a zero gradient leaves w exactly as it is.
+    """
     dim = row.size
     squares, linear = state[:dim], state[dim:]
     beta = constants[FTRL_BETA] + constants[EPS]
-    l1, l2 = learning_rate * constants[FTRL_L1], learning_rate * constants[FTRL_L2]
-    to_stored = _ONE / learning_rate if learning_rate > _ZERO else _ZERO
+    moves = learning_rate >= _LEAST_RATE
+    rate = learning_rate if moves else _ZERO
+    l1, l2 = rate * constants[FTRL_L1], rate * constants[FTRL_L2]
+    to_stored = _ONE / learning_rate if moves else _ZERO
     for d in range(dim):
-        g, w, n = gradient[d] * scale, row[d], squares[d]
-        root = beta + np.sqrt(n)
-        n += g * g
-        new_root = beta + np.sqrt(n)
-        # z without the l1 that its side of zero adds: what stays on its side never adds and takes away l1, whose
-        # rounding would be that of l1 and not of a small w
-        side = np.copysign(l1, -w) if w != _ZERO else _ZERO
-        z = (-w * (root + l2) if w != _ZERO else linear[d] * learning_rate) + learning_rate * g - (new_root - root) * w
-        stays = z * w < _ZERO
-        excess = abs(z) if stays else abs(z + side) - l1
-        z = z + side
-        new = -np.copysign(excess, z) / (new_root + l2) if excess > _ZERO else _ZERO
+        g, w = _cut(gradient[d] * scale, _MOST), row[d]
+        n = squares[d] + g * g
+        divisor = beta + np.sqrt(n) + l2
+        u = w - rate * g / divisor
+        stays = (u > _ZERO and w > _ZERO) or (u < _ZERO and w < _ZERO)
+        z = -u * divisor - np.copysign(l1, w) if w != _ZERO else linear[d] * rate + rate * g
+        excess = abs(z) - l1
+        beyond = -np.copysign(excess, z) / divisor if excess > _ZERO else _ZERO
+        new = u if stays else beyond
         squares[d] = n
-        # lr = 0: the step has no length, so z stays
-        linear[d] = (z * to_stored if learning_rate > _ZERO else linear[d]) if new == _ZERO else _ZERO
+        linear[d] = (z * to_stored if moves else linear[d]) if new == _ZERO else _ZERO
         row[d] = new
 
 
@@ -124,7 +153,7 @@ def _clipped(gradient, scale, clip_norm):
 @njit(forceinline=True)
 def scale_row(row, factor):
     for d in range(row.size):
-        row[d] *= factor
+        row[d] = _cut(row[d] * factor, _LARGEST)  # a factor above 1: weight decay that a thawed row does not owe
 
 
 @njit(inline="always")

@@ -231,7 +231,7 @@ def test_a_rate_that_would_leave_nothing_of_a_row_is_refused() -> None:
     shard = shard_of(PolicySpec(kind="off"))
     shard.pull(WHO, 1, {"t": ALL_IDS}, "float32").result(0)
     push = ShardGradients(ALL_IDS[:0], np.empty((0, DIM), np.float32), 1 / DECAY)
-    with pytest.raises(InvalidInput, match=r"times weight_decay=0\.3 must be below 1"):
+    with pytest.raises(InvalidInput, match=r"times weight_decay=0\.3 must be at most 0\.999"):
         shard.push(WHO, 1, {"t": push}, "float32").result(0)
     shard.close()
 
