@@ -29,6 +29,8 @@ from embedding_server.store import NUM_BUCKETS, NUM_RANK_BINS, Frostline, HeatHi
 #: Rank bins an octave, of heat and of scores.
 BINS_PER_OCTAVE = CODES_PER_OCTAVE // CODES_PER_BIN
 _BIN_SHIFT = np.uint64(52)  # the top 12 bits of a hash: NUM_RANK_BINS = 4096
+#: Rows drawn by hash where they are to be all that is hot: none is drawn once in e^8 = 3,000 tables.
+_LEAST_DRAWN = 8
 _TIE_MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)  # Rand, rrmxmx: decorrelates ties from buckets and from random bins
 
 
@@ -119,7 +121,10 @@ def compute_frostline(
     """The frostline that keeps hot_fraction of all rows hot, counted from the hottest.
 
     The histogram holds rows past probation; rows on probation train besides and are not counted in the share, nor are
-    those of control buckets. hysteresis: rows move only if their heat is beyond the frostline by this share, to 1.1%.
+    those of control buckets. A share above 0 is one row at least, so that no table of two rows freezes whole: the
+    hottest; where several are the hottest, all of them up to 8, and of more a draw by hash of 8 on average, which may
+    leave none once in 3,000 tables: no shard knows which of equal rows another one draws.
+    hysteresis: rows move only if their heat is beyond the frostline by this share, to 1.1%.
     max_moves_fraction: of the rows that should move only as many as this share of the table do, the farthest from the
     frostline first. resume False: no row thaws. A loop with a schedule of its own gives schedule.value_at(...).
     InvalidInput if hot_fraction is not in [0, 1].
@@ -136,7 +141,7 @@ def compute_frostline(
 
 
 def _split(histogram: HeatHistogram, hot_fraction: float) -> Frostline:
-    keep = int(hot_fraction * histogram.rows_total)
+    keep = max(int(hot_fraction * histogram.rows_total), 1 if hot_fraction > 0.0 else 0)
     from_top = np.cumsum(histogram.counts[::-1])
     if keep >= int(from_top[-1]):
         return Frostline(bin=-1)
@@ -144,7 +149,8 @@ def _split(histogram: HeatHistogram, hot_fraction: float) -> Frostline:
     boundary = NUM_RANK_BINS - 1 - reversed_bin
     count = int(histogram.counts[boundary])
     above = int(from_top[reversed_bin]) - count
-    return Frostline(bin=boundary, tie_fraction=(keep - above) / count)
+    wanted = keep if above or not keep else max(keep, min(count, _LEAST_DRAWN))
+    return Frostline(bin=boundary, tie_fraction=(wanted - above) / count)
 
 
 def _moves_by_distance(histogram: HeatHistogram, line: Frostline, resume: bool) -> np.ndarray:

@@ -72,7 +72,9 @@ class PolicySpec(_Spec):
         le=MAX_STEPS,
         description="a row without a visit in this many steps freezes; topk: if it is on probation",
     )
-    hot_fraction: float = Field(0.4, gt=0.0, le=1.0, description="topk: share of the table's rows that train")
+    hot_fraction: float = Field(
+        0.4, gt=0.0, le=1.0, description="topk: share of the table's rows that train, of small tables one row at least"
+    )
     hot_bytes: int | None = Field(
         None, ge=1, description="hard cap of the table's hot rows, weights and state, over all shards; None: no cap"
     )

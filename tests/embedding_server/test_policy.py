@@ -48,6 +48,27 @@ def test_an_empty_table_has_everything_above() -> None:
     assert compute_frostline(_histogram(np.empty(0, np.int64)), 0.4).bin == -1
 
 
+@pytest.mark.parametrize("fraction", [1e-9, 0.01, 0.4, 0.49])
+@pytest.mark.parametrize("num_tied", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_colder", [0, 1, 20])
+def test_a_small_table_keeps_its_hottest_row(num_tied: int, num_colder: int, fraction: float) -> None:
+    bins = np.append(np.full(num_tied, 900), 100 + np.arange(num_colder))
+    for seed in range(50):
+        ids = np.random.default_rng(seed).integers(-(2**63), 2**63 - 1, bins.size)
+        above = is_above(compute_frostline(_histogram(bins), fraction), bins, ids)
+        assert above[:num_tied].all()
+        assert above.sum() == max(num_tied, int(fraction * bins.size))
+
+
+@pytest.mark.parametrize("num_rows", [9, 100, 900])
+def test_of_many_rows_of_one_heat_some_stay_hot(num_rows: int) -> None:
+    bins = np.full(num_rows, 900)
+    line = compute_frostline(_histogram(bins), 0.001)
+    hot = [is_above(line, bins, np.arange(seed, seed + num_rows)).sum() for seed in range(0, 10**6, 1000)]
+    assert np.count_nonzero(np.array(hot) == 0) <= 3  # of 1,000
+    assert np.mean(hot) == pytest.approx(8, abs=0.5)
+
+
 def test_random_rank_does_not_depend_on_heat() -> None:
     ids = np.arange(1000, dtype=np.int64)
     policy = PolicySpec(kind="topk", select="random")
@@ -115,9 +136,10 @@ def test_shards_together_do_what_one_shard_does_and_exactly_what_the_frostline_s
         here = shard == s
         assert np.array_equal(is_above(line, bins[here], ids[here]), above[here])
         assert np.array_equal(_movers(line, ids[here], bins[here], hot[here]), moving[here])
-    keep, tied = int(fraction * ids.shape[0]), bins == line.bin
+    keep, tied = max(1, int(fraction * ids.shape[0])) if fraction else 0, bins == line.bin
     # exact but for the boundary bin, which is split by hash: there it is a binomial count
-    assert abs(above.sum() - keep) <= 5 * np.sqrt(tied.sum()) / 2 + 1
+    drawn = max(keep, min(8, tied.sum())) if keep and line.bin == bins.max() else keep
+    assert abs(above.sum() - drawn) <= 5 * np.sqrt(tied.sum()) / 2 + 1
     if line.bin >= 0:
         assert (bins > line.bin).sum() <= keep < (bins >= line.bin).sum()
         assert above[tied].sum() == (tie_of(ids[tied]) < line.tie_fraction).sum()

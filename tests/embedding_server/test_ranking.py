@@ -270,3 +270,17 @@ def test_the_slices_of_a_score_that_reads_rows_are_smaller(monkeypatch: pytest.M
         assert max(sizes) <= 64
     with RankedShards(_spec()) as shards:
         assert ranking.entries_per_slice(shards.tables[0]) == ranking.ENTRIES_PER_SLICE
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("hotter", [0, 1, None])
+def test_of_a_table_of_two_rows_the_hotter_trains_on(num_shards: int, hotter: int | None) -> None:
+    """None: both are as hot, so both do."""
+    policy = PolicySpec(kind="topk", hot_fraction=0.4, probation_visits=1, half_life_steps=100, control_fraction=0.0)
+    row_ids = np.array([3, 8], np.int64)
+    with RankedShards(TableSpec(name="t", dim=4, policy=policy), num_shards) as shards:
+        shards.train(row_ids)
+        for _ in range(3):
+            shards.train(row_ids if hotter is None else row_ids[[hotter]])
+        shards.reselect()
+        assert shards.hot() == ({3, 8} if hotter is None else {int(row_ids[hotter])})
