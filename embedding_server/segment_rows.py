@@ -136,7 +136,7 @@ class SegmentRows:
     def prefetch(self, locations: np.ndarray, parts: Sequence[Part] = (Part.ROWS,)) -> None:
         """Has the kernel read the pages of these rows in, beside the caller; a hint, without any other effect.
 
-        Not of accumulators and visits unless asked: they are a byte a row, so that their pages, each of 4,096 rows, stay
+        Not of accumulators and visits unless asked: they are a byte a row, so their pages, of 4,096 rows each, stay
         in memory, and asking costs 1 to 4 us whether a page is there or not.
         """
         if self._files:
