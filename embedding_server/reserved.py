@@ -69,6 +69,18 @@ class ReservedArray:
         self._map = None
 
 
+class PackedArray(ReservedArray):
+    """An array of rows that are all there from the start: on the heap, so neither a map nor whole pages of its own."""
+
+    def __init__(self, rows: int, columns: int, dtype: np.dtype | type | str) -> None:
+        super().__init__(0, columns, dtype)
+        self.array = np.empty((rows, columns), dtype)
+
+    def committed_bytes(self, rows: int) -> int:
+        """Of all rows, whatever `rows`."""
+        return self.array.nbytes
+
+
 def _round_up(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 

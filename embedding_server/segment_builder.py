@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from embedding_server.kernels.locations import MAX_SEGMENT_ROWS, locations_of
-from embedding_server.reserved import ReservedArray
+from embedding_server.reserved import PackedArray, ReservedArray
 from embedding_server.segment_file import CRC_BLOCK_BYTES, SegmentArrays, SegmentFormat, header_bytes
 
 MAX_SEGMENT_BYTES = 256 << 20
@@ -23,27 +23,50 @@ def capacity_rows(fmt: SegmentFormat, max_bytes: int = MAX_SEGMENT_BYTES) -> int
     return max(1, min(MAX_SEGMENT_ROWS, (max_bytes - fixed_bytes(fmt) - crc_bytes) // fmt.unit_bytes))
 
 
+#: of a builder: row_ids, rows, accumulators, visits
+Parts = tuple[ReservedArray, ReservedArray, ReservedArray, ReservedArray]
+
+
+def reserved_parts(fmt: SegmentFormat, capacity: int) -> Parts:
+    """For a builder that grows: memory comes with the rows, in whole pages."""
+    return _parts(ReservedArray, fmt, capacity)
+
+
+def packed_parts(fmt: SegmentFormat, num_rows: int) -> Parts:
+    """For a builder that will have just so many rows."""
+    return _parts(PackedArray, fmt, num_rows)
+
+
+def _parts(array: type[ReservedArray], fmt: SegmentFormat, rows: int) -> Parts:
+    return (
+        array(rows, 1, np.int64),
+        array(rows, fmt.row_bytes, np.uint8),
+        array(rows, 1, np.uint8),
+        array(rows, 1, np.uint8),
+    )
+
+
 class SegmentBuilder:
     """Rows of one segment slot, appended in order of bucket. A row's location is final when append returns.
 
     Thread safety: appends by the owner only; once no more are made, any thread may read `arrays()`.
     Invariants:
     1. Buckets never fall from one row to the next.
-    2. Addresses of rows stay the same until close().
+    2. Addresses of rows stay the same until pack() or close().
     """
 
-    def __init__(self, fmt: SegmentFormat, slot: int, capacity: int, frozen_step: int) -> None:
+    def __init__(
+        self, fmt: SegmentFormat, slot: int, capacity: int, frozen_step: int, parts: Parts | None = None
+    ) -> None:
+        """parts: arrays of `capacity` rows, which are the builder's from here on; None: new maps."""
         self.format = fmt
         self.slot = slot
         self.capacity = capacity
         self.frozen_step = frozen_step
         self.num_rows = 0
         self.last_bucket = 0
-        self._counts = np.zeros(fmt.num_buckets, np.int64)
-        self._row_ids = ReservedArray(capacity, 1, np.int64)
-        self._rows = ReservedArray(capacity, fmt.row_bytes, np.uint8)
-        self._accumulators = ReservedArray(capacity, 1, np.uint8)
-        self._visits = ReservedArray(capacity, 1, np.uint8)
+        self._counts = np.zeros(fmt.num_buckets, np.int32)
+        self._parts = reserved_parts(fmt, capacity) if parts is None else parts
 
     @property
     def room(self) -> int:
@@ -58,10 +81,8 @@ class SegmentBuilder:
         if end == start:
             return np.empty(0, np.uint32)
         assert buckets[0] >= self.last_bucket, "append below the last bucket of a segment"
-        self._row_ids.array[start:end, 0] = row_ids
-        self._rows.array[start:end] = rows
-        self._accumulators.array[start:end, 0] = accumulators
-        self._visits.array[start:end, 0] = visits
+        for part, values in zip(self._parts, (row_ids, rows, accumulators, visits), strict=True):
+            part.array[start:end] = values.reshape(end - start, -1)
         # Buckets never fall, so the new ones all lie in the span from the first to the last.
         first, last = int(buckets[0]), int(buckets[-1])
         self._counts[first : last + 1] += np.bincount(buckets - first, minlength=last - first + 1)
@@ -73,24 +94,28 @@ class SegmentBuilder:
         n = self.num_rows
         offsets = np.zeros(self._counts.shape[0] + 1, np.uint32)
         np.cumsum(self._counts, out=offsets[1:])
-        return SegmentArrays(
-            self._row_ids.array[:n].reshape(n),
-            offsets,
-            self._rows.array[:n],
-            self._accumulators.array[:n].reshape(n),
-            self._visits.array[:n].reshape(n),
-        )
+        row_ids, rows, accumulators, visits = (part.array[:n] for part in self._parts)
+        return SegmentArrays(row_ids.reshape(n), offsets, rows, accumulators.reshape(n), visits.reshape(n))
 
     def base_addresses(self) -> tuple[int, int, int, int]:
         """Addresses of the first row_id, row, accumulator and visits byte."""
-        parts = (self._row_ids, self._rows, self._accumulators, self._visits)
-        return tuple(int(part.array.ctypes.data) for part in parts)  # type: ignore[return-value]
+        row_ids, rows, accumulators, visits = (int(part.array.ctypes.data) for part in self._parts)
+        return row_ids, rows, accumulators, visits
 
     def committed_bytes(self) -> int:
-        parts = (self._row_ids, self._rows, self._accumulators, self._visits)
-        return sum(part.committed_bytes(self.num_rows) for part in parts) + self._counts.nbytes
+        return sum(part.committed_bytes(self.num_rows) for part in self._parts) + self._counts.nbytes
+
+    def pack(self) -> Parts:
+        """Ends the appending: the rows move into arrays of just their size, at new addresses. Returns the parts that
+        they leave, without memory, for another builder of the same format and capacity."""
+        left, n = self._parts, self.num_rows
+        self._parts, self.capacity = packed_parts(self.format, n), n
+        for old, new in zip(left, self._parts, strict=True):
+            new.array[:] = old.array[:n]
+            old.release(0)
+        return left
 
     def close(self) -> None:
         """Gives the memory back. Addresses must not be used any more."""
-        for part in (self._row_ids, self._rows, self._accumulators, self._visits):
+        for part in self._parts:
             part.close()

@@ -95,10 +95,6 @@ class SegmentWriter:
     def writing(self) -> SegmentBuilder | None:
         return None if self._write is None else self._write.builder
 
-    def withdraw(self, builder: SegmentBuilder) -> None:
-        """A waiting segment waits no more: its rows go into another."""
-        self._waiting.remove(builder)
-
     def enqueue(self, builder: SegmentBuilder) -> None:
         """The builder has at least one row and gets no more."""
         self._waiting.append(builder)

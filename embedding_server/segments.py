@@ -3,13 +3,19 @@
 The life of a segment:
 
     growing   append() fills a buffer; it ends with seal(), at 256 MiB or 2^23-1 rows, or when a bucket is lower
-    sealed    the buffer waits for its file, and small ones of several passes become one meanwhile (`unite_small`)
-                                                                (segment_builder.py, segment_writer.py)
+    small     of fewer than SMALL_BYTES: stays in memory; those of several passes become one (`unite_small`), until that
+              one is large                                      (segment_builder.py)
+    large     the buffer waits for its file                     (segment_writer.py)
     written   file on disk, mapped, buffer given back           (segment_file.py, segment_reader.py)
     gone      merged into another (segment_merge.py), or its last row died: unmapped, file deleted
 
 Rows can be read in every stage, through segment_rows.py. A thaw only marks the row dead; its bytes go when a merge
 leaves it out.
+
+Why small ones get no file. A file costs its two fsyncs, a rename, a map and, once merged, its deletion: some 10 ms, as
+much as copying 100,000 rows. Where 13 tables on each of 2 shards freeze a few hundred rows at each of 31 re-selections
+(examples/movielens.yaml), files of every pass took two thirds of the shards' time and the training a quarter longer.
+Uniting copies a row once for each pass until its segment is large: at most SMALL_BYTES a pass, format and table.
 
 A segment has rows of one format: the table's frozen_bits, or 8 bits beside 4 for rows that 4 would damage. So a freeze
 may fill two growing segments at once, and merges stay within a format: at most segment_merge.MAX_SEGMENTS of each.
@@ -27,7 +33,14 @@ import numpy as np
 from embedding_server.errors import Overloaded, SegmentCorrupt
 from embedding_server.kernels import locations as kernels
 from embedding_server.kernels.locations import MAX_SLOTS
-from embedding_server.segment_builder import MAX_SEGMENT_BYTES, SegmentBuilder, capacity_rows, fixed_bytes
+from embedding_server.segment_builder import (
+    MAX_SEGMENT_BYTES,
+    Parts,
+    SegmentBuilder,
+    capacity_rows,
+    fixed_bytes,
+    packed_parts,
+)
 from embedding_server.segment_file import SegmentFormat
 from embedding_server.segment_merge import Merge, plan_merge
 from embedding_server.segment_reader import MappedSegment
@@ -41,12 +54,12 @@ IsLive = Callable[[np.ndarray, np.ndarray], np.ndarray]
 Moved = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 
 #: Crowded: more segments than this wait for their file though they are not full, or fewer slots than this are free.
-MAX_SMALL_WAITING, LEAST_FREE_SLOTS = 16, MAX_SLOTS // 4
-#: Rows of a segment of fewer bytes are copied in memory, in about 1 ms, rather than get a file of their own.
+MAX_PARTLY_FULL_WAITING, LEAST_FREE_SLOTS = 16, MAX_SLOTS // 4
+#: Rows of a segment of fewer bytes are copied in memory, in less than 1 ms, rather than get a file of their own.
 SMALL_BYTES = 256 << 10
 #: settle_slice's max_bytes, of one table: in a step or re-selection, which go on at once; and before figures are read.
 SETTLED_IN_A_STEP_BYTES, SETTLED_IN_A_REPORT_BYTES = 1 << 20, 16 << 20
-MAX_SCATTERED = 4  # at more small segments than this it is worth to make one of them also between two writes
+MAX_SCATTERED = 4  # at more small segments than this it is worth to make one of them also between two re-selections
 
 
 class SegmentSet:
@@ -55,8 +68,9 @@ class SegmentSet:
     Thread safety: one thread at a time calls everything here; only a file's writing may run in another (`executor`).
     Invariants:
     1. A location stays valid until its row is marked dead or `moved` names its new one, whatever is written meanwhile.
-    2. Addresses stay valid until the next unite_small, write_pending, settle_slice, merge_slice or close.
-    3. A segment slot is free, or has exactly one of a builder (growing or sealed) and a mapped file.
+    2. Addresses stay valid until the next open_builder, append, seal, unite_small, write_pending, settle_slice,
+       merge_slice, flush or close.
+    3. A segment slot is free, or has exactly one of a builder (growing, small or large) and a mapped file.
     4. Appends leave one slot free, so that a merge can always start.
     """
 
@@ -71,25 +85,34 @@ class SegmentSet:
         executor: Executor | None = None,
         on_event: Callable[[str], None] = lambda text: None,
         segment_bytes: int = MAX_SEGMENT_BYTES,
+        small_bytes: int = SMALL_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`directory` belongs to one shard and may hold several tables; leftovers of this table there are deleted.
 
         bits: the table's frozen_bits; with 4, rows of 8 bits may be appended too.
         executor: writes files beside the caller, one thread is enough for a shard; None: write_pending writes before it
-        returns. on_event takes lines for people, from the calling thread.
+        returns. small_bytes: of the rows that stay in memory at most, by format; 0: every sealed segment gets a file.
+        on_event takes lines for people, from the calling thread.
         """
         #: by bits; the first is what most rows take
         self.formats = {b: SegmentFormat(table_name, b, dim, num_buckets) for b in ((4, 8) if bits == 4 else (bits,))}
         self._table, self._bits, self._num_buckets = table_name, bits, num_buckets
         self._capacity = {b: capacity_rows(fmt, segment_bytes) for b, fmt in self.formats.items()}
+        # Two small ones always fit one segment.
+        self._small_rows = {
+            b: min(small_bytes // f.unit_bytes, self._capacity[b] // 2) for b, f in self.formats.items()
+        }
         self._builders: dict[int, SegmentBuilder] = {}
         self._mapped: dict[int, MappedSegment] = {}
         self._rows = np.zeros(MAX_SLOTS, np.int64)
         self._dead = np.zeros(MAX_SLOTS, np.int64)
+        self._bytes: tuple[int, int] | None = None  # in memory and in files; None: to be summed up
         self._damaged: set[int] = set()  # slots of files that a merge could not read
         self._reader = SegmentRows(dim)
         self._growing: dict[int, SegmentBuilder] = {}  # by bits
+        self._small: dict[int, list[SegmentBuilder]] = {b: [] for b in self.formats}  # sealed, packed, by bits
+        self._spare: dict[int, Parts] = {}  # by bits: maps without memory for the next builder
         self._frozen_step = 0
         self._writer = SegmentWriter(Path(directory), table_name, executor=executor, on_event=on_event, clock=clock)
         self._merge: Merge | None = None
@@ -141,7 +164,7 @@ class SegmentSet:
                 retry_after_ms=1000,
             )
         locations = np.empty(n, np.uint32)
-        start = 0
+        start, self._bytes = 0, None
         while start < n:
             builder = self._builder_for(bits, int(buckets[start]))
             part = slice(start, min(n, start + builder.room))
@@ -151,23 +174,43 @@ class SegmentSet:
         return locations
 
     def seal(self) -> None:
-        """Ends the segments that grow now; they wait for write_pending. Nothing happens if there are none."""
+        """Ends the segments that grow now. Nothing happens if there are none."""
         for bits in list(self._growing):
-            self._writer.enqueue(self._growing.pop(bits))
+            self._keep(self._growing.pop(bits))
+
+    def _keep(self, builder: SegmentBuilder) -> None:
+        """A segment that grows no more: it waits for its file, or as a small one for others."""
+        bits, self._bytes = builder.format.bits, None
+        if builder.num_rows >= self._small_rows[bits]:
+            self._writer.enqueue(builder)
+            return
+        self._small[bits].append(builder)
+        if builder.room:  # making and dropping four maps a pass would take as long as all the rest of it
+            left = builder.pack()
+            self._reader.set_buffer(builder)
+            for part in self._spare.pop(bits, ()):
+                part.close()
+            self._spare[bits] = left
 
     def _builder_for(self, bits: int, bucket: int) -> SegmentBuilder:
         growing = self._growing.get(bits)
         if growing is not None and growing.room and bucket >= growing.last_bucket:
             return growing
         if growing is not None:
-            self._writer.enqueue(growing)
+            self._keep(growing)
         self._growing[bits] = self._new_builder(bits, self._frozen_step)
         return self._growing[bits]
 
-    def _new_builder(self, bits: int, frozen_step: int) -> SegmentBuilder:
+    def _new_builder(self, bits: int, frozen_step: int, num_rows: int | None = None) -> SegmentBuilder:
+        """num_rows: that it will have, if that is known."""
         slot = next(s for s in range(MAX_SLOTS) if s not in self._builders and s not in self._mapped)
-        builder = SegmentBuilder(self.formats[bits], slot, self._capacity[bits], frozen_step)
+        fmt = self.formats[bits]
+        if num_rows is None:
+            builder = SegmentBuilder(fmt, slot, self._capacity[bits], frozen_step, self._spare.pop(bits, None))
+        else:
+            builder = SegmentBuilder(fmt, slot, num_rows, frozen_step, packed_parts(fmt, num_rows))
         self._builders[slot] = builder
+        self._bytes = None
         self._reader.set_buffer(builder)
         return builder
 
@@ -241,7 +284,7 @@ class SegmentSet:
     @property
     def bytes_used(self) -> int:
         """Bytes of written files plus bytes_in_memory; dead rows included."""
-        return sum(segment.size_bytes for segment in self._mapped.values()) + self.bytes_in_memory
+        return sum(self._bytes_by_place())
 
     @property
     def fixed_bytes(self) -> int:
@@ -252,7 +295,15 @@ class SegmentSet:
     @property
     def bytes_in_memory(self) -> int:
         """Anonymous memory: the buffers of segments that are not written yet."""
-        return sum(builder.committed_bytes() for builder in self._builders.values())
+        return self._bytes_by_place()[0]
+
+    def _bytes_by_place(self) -> tuple[int, int]:
+        """In memory, in files. Kept until a segment changes, for every Pull that moves a cold row asks
+        (Table.record_memory): to sum up each time was a tenth of a small job's shards."""
+        if self._bytes is None:
+            in_memory = sum(builder.committed_bytes() for builder in self._builders.values())
+            self._bytes = in_memory, sum(segment.size_bytes for segment in self._mapped.values())
+        return self._bytes
 
     @property
     def is_write_failing(self) -> bool:
@@ -268,38 +319,35 @@ class SegmentSet:
 
     @property
     def is_scattered(self) -> bool:
-        """So many small segments wait for their file that unite_small is worth it: each takes whole pages."""
-        return len(self._writer.waiting) > MAX_SCATTERED and sum(map(_is_small, self._writer.waiting)) > MAX_SCATTERED
+        """So many small segments lie in memory that unite_small is worth it: each has bucket_offsets and a slot."""
+        return sum(map(len, self._small.values())) > MAX_SCATTERED
 
     def unite_small(self, is_live: IsLive, moved: Moved) -> bool:
-        """Makes one of the small segments of each format that wait for their file. True if there were several.
+        """Makes one of the small segments of each format, without the dead rows. False if they are that already.
 
-        Where every step freezes some rows, each time makes a segment, whose header and bucket_offsets would take more
-        bytes than its rows.
+        All dead rows, not from a fifth on as with files, so that bytes of small tables depend on rows alone.
         """
         found = False
-        for bits in self.formats:
-            small = [b for b in self._writer.waiting if b.format.bits == bits and _is_small(b)]
-            ends = np.cumsum([builder.num_rows for builder in small], dtype=np.int64)
-            small = small[: int(np.searchsorted(ends, self._capacity[bits], side="right"))]
-            if len(small) > 1 and len(self._builders) + len(self._mapped) < MAX_SLOTS:
-                self._unite(small, is_live, moved)
+        for bits, small in self._small.items():
+            is_united = len(small) <= 1 and not any(self._dead[builder.slot] for builder in small)
+            if not is_united and len(self._builders) + len(self._mapped) < MAX_SLOTS:
+                num_rows = np.cumsum([builder.num_rows for builder in small], dtype=np.int64)
+                fitting = int(np.searchsorted(num_rows, self._capacity[bits], side="right"))
+                self._unite(small[:fitting], is_live, moved)
                 found = True
         return found
 
     def _unite(self, small: list[SegmentBuilder], is_live: IsLive, moved: Moved) -> None:
         slots = np.array([builder.slot for builder in small], np.int64)
         offsets = np.stack([builder.arrays().bucket_offsets for builder in small]).astype(np.int64)
-        output = self._new_builder(small[0].format.bits, max(builder.frozen_step for builder in small))
-        merge = Merge(slots, offsets, output)
-        while not merge.is_copied:
-            self._copy_live(output, merge.next_slice(), is_live, moved)
-        for builder in small:
-            self._writer.withdraw(builder)
-        if output.num_rows:
-            self._writer.enqueue(output)
-        else:
-            self._drop(output.slot)
+        old = np.empty(int(offsets[:, -1].sum()), np.uint32)
+        kernels.next_locations(slots, offsets, np.zeros(3, np.int64), old)
+        row_ids, old = self._live_of(old, is_live)
+        if old.shape[0]:
+            frozen_step = max(builder.frozen_step for builder in small)
+            output = self._new_builder(small[0].format.bits, frozen_step, old.shape[0])
+            self._copy(output, row_ids, old, moved)
+            self._keep(output)
         for builder in small:
             self._drop(builder.slot)
 
@@ -318,13 +366,14 @@ class SegmentSet:
             self._mapped[builder.slot] = mapped
             self._reader.set_file(builder.slot, mapped)
             builder.close()
+            self._bytes = None
         return dropped or finished is not None or (could_step and not self._writer.is_failing)
 
     @property
     def is_crowded(self) -> bool:
-        """Background work has fallen behind: small segments pile up, and without slots nothing can freeze."""
-        small = sum(builder.room > 0 for builder in self._writer.waiting)
-        return small > MAX_SMALL_WAITING or self._free_slots < LEAST_FREE_SLOTS
+        """Background work has fallen behind: segments pile up, and without slots nothing can freeze."""
+        partly_full = sum(b.num_rows < self._capacity[b.format.bits] for b in self._writer.waiting)
+        return partly_full > MAX_PARTLY_FULL_WAITING or self._free_slots < LEAST_FREE_SLOTS
 
     def settle_slice(self, is_live: IsLive, moved: Moved, max_bytes: int | None = None) -> bool:
         """Does a part of all that is due before it returns: unites, writes, merges. True: call again.
@@ -354,7 +403,11 @@ class SegmentSet:
         return int(self._rows[slots].sum()) * max(fmt.unit_bytes for fmt in self.formats.values())
 
     def flush(self) -> None:
-        """Returns when every sealed segment is written, or a write fails: for a caller who needs the memory now."""
+        """Returns when every sealed segment is written, small ones too, or a write fails: for a caller who needs the
+        memory now."""
+        for small in self._small.values():
+            while small:
+                self._writer.enqueue(small.pop(0))
         while self.write_pending(here=True) or self._writer.wait():
             pass
 
@@ -382,7 +435,8 @@ class SegmentSet:
             return True
         if not merge.is_copied:
             try:
-                self._copy_live(merge.output, merge.next_slice(), is_live, moved)
+                row_ids, old = self._live_of(merge.next_slice(), is_live)
+                self._copy(merge.output, row_ids, old, moved)
             except SegmentCorrupt as error:
                 self._note_damage(error)
                 self._end_merge()
@@ -398,7 +452,7 @@ class SegmentSet:
         assert self._merge is not None
         output, self._merge = self._merge.output, None
         if output.num_rows:
-            self._writer.enqueue(output)
+            self._keep(output)
         else:
             self._drop(output.slot)
 
@@ -434,17 +488,20 @@ class SegmentSet:
         frozen_step = max(segment.frozen_step for segment in merged)
         return Merge(slots, offsets, self._new_builder(merged[0].format.bits, frozen_step))
 
-    def _copy_live(self, output: SegmentBuilder, old: np.ndarray, is_live: IsLive, moved: Moved) -> None:
-        row_ids = self._reader.row_ids_of(old)
-        live = is_live(row_ids, old)
-        row_ids, old = row_ids[live], old[live]
+    def _live_of(self, locations: np.ndarray, is_live: IsLive) -> tuple[np.ndarray, np.ndarray]:
+        """row_ids int64[n] and locations uint32[n] of those that are live."""
+        row_ids = self._reader.row_ids_of(locations)
+        live = is_live(row_ids, locations)
+        return row_ids[live], locations[live]
+
+    def _copy(self, output: SegmentBuilder, row_ids: np.ndarray, old: np.ndarray, moved: Moved) -> None:
         if not old.shape[0]:
             return
         rows = self._reader.encoded_rows(old, output.format.row_bytes)
         buckets = np.empty(old.shape[0], np.int32)
         kernels.sorted_buckets(row_ids, self._num_buckets, buckets)
         new = output.append(row_ids, buckets, rows, self.accumulators_of(old), self.visits_of(old))
-        self._rows[output.slot] = output.num_rows
+        self._rows[output.slot], self._bytes = output.num_rows, None
         moved(row_ids, old, new)
         self.mark_dead(old)
 
@@ -467,10 +524,14 @@ class SegmentSet:
     def _drop(self, slot: int) -> None:
         """Frees the slot with its memory, map and file."""
         self._rows[slot] = self._dead[slot] = 0
+        self._bytes = None
         self._damaged.discard(slot)
         self._reader.clear(slot)
         builder = self._builders.pop(slot, None)
         if builder is not None:
+            small = self._small[builder.format.bits]
+            if builder in small:
+                small.remove(builder)
             self._writer.discard(builder)
             builder.close()
         mapped = self._mapped.pop(slot, None)
@@ -488,8 +549,8 @@ class SegmentSet:
         for slot in (*self._builders, *self._mapped):
             self._reader.clear(slot)
         self._builders, self._mapped, self._growing, self._merge = {}, {}, {}, None
+        for part in (part for parts in self._spare.values() for part in parts):
+            part.close()
+        self._small, self._spare = {bits: [] for bits in self.formats}, {}
         self._rows[:] = self._dead[:] = 0
-
-
-def _is_small(builder: SegmentBuilder) -> bool:
-    return builder.num_rows * builder.format.unit_bytes < SMALL_BYTES
+        self._bytes = None

@@ -38,7 +38,7 @@ from embedding_server.optimizers import table_seed
 from embedding_server.policy import control_buckets
 from embedding_server.reserved import ReservedArray
 from embedding_server.segment_builder import MAX_SEGMENT_BYTES
-from embedding_server.segments import SegmentSet
+from embedding_server.segments import SMALL_BYTES, SegmentSet
 from embedding_server.slots import MemoryBudget, Slots
 from embedding_server.spec import TableSpec
 from embedding_server.store import BAND_SHIFT, FOUND, NUM_BUCKETS, TRAINABLE, Frostline, TableStats, WireDtype
@@ -46,6 +46,7 @@ from embedding_server.table_stats import bytes_of, stats_of
 from embedding_server.weight_decay import WeightDecay
 
 _LEAST_SEGMENT_BYTES = 1 << 20
+_SMALL_SHARE = 1 / 1024  # of the memory limit, that a table's small segments of a format take at most
 _PULLS_KEPT = 4  # a pipelined worker pushes step t after its Pull of t+1
 
 
@@ -255,7 +256,7 @@ class Table:
         """One bounded slice of compaction, segment writing or merging. True if more is waiting."""
         if self.slots.target is not None:
             compaction.move_slice(self)
-        elif self.segments.unite_small(self._is_live, self._moved) or self.segments.write_pending():
+        elif self._unite_scattered() or self.segments.write_pending():
             self.record_memory()
         elif self.segments.needs_merge():
             self.segments.merge_slice(self._is_live, self._moved)
@@ -267,10 +268,13 @@ class Table:
     def catch_up(self) -> None:
         """Does the background work of segments now if it fell far behind, as it does where every step freezes some
         rows: each time makes a small segment, and when their slots are used up nothing more can freeze."""
-        if self.segments.is_scattered and self.segments.unite_small(self._is_live, self._moved):
+        if self._unite_scattered():
             self.record_memory()
         if self.segments.is_crowded:
             self.settle_segments(None)
+
+    def _unite_scattered(self) -> bool:
+        return self.segments.is_scattered and self.segments.unite_small(self._is_live, self._moved)
 
     def settle_segments(self, max_bytes: int | None) -> None:
         """Brings the segments to where the background work would bring them in time, unless that is more than
@@ -319,6 +323,7 @@ def _new_segments(
         bits=spec.policy.frozen_bits,
         executor=writer,
         segment_bytes=max(_LEAST_SEGMENT_BYTES, min(MAX_SEGMENT_BYTES, budget.limit_bytes // 16)),
+        small_bytes=min(SMALL_BYTES, int(budget.limit_bytes * _SMALL_SHARE)),
         on_event=on_event,
     )
 

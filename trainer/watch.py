@@ -2,7 +2,7 @@
 
     watch.observe(lookups, batch, logits)      every step, before its push
     watch.start_control_group()                at the first re-selection: before it nothing has frozen
-    watch.report(step, log)                    by all workers together, at barriers; at most 2% of the time goes there
+    watch.report(step, log)                    by all workers together, at barriers; at most 1% of the time goes there
     watch.report(step, log, is_last=True)      at the end, whenever the last one was; gives the document
 
 Thread safety: one thread at a time.
@@ -31,7 +31,7 @@ from trainer.mask_report import ControlReport, Snapshot, Traffic, finite, mask_d
 from trainer.run_log import RunLog
 
 #: a report waits for so many times as long as the one before it took
-QUIET_TIMES = 50.0
+QUIET_TIMES = 100.0
 _ROW_ID_BYTES = 8
 _PULLED, _DEFAULT, _TRAINABLE = range(3)
 

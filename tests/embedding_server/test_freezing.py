@@ -165,6 +165,7 @@ def test_a_damaged_segment_fails_the_pull_that_needs_it_and_leaves_the_table_who
     weights = np.random.default_rng(2).standard_normal((500, DIM)).astype(np.float32)
     row_ids = rig.set_weights(weights)
     assert rig.freeze() == (500, 0)
+    rig.table.segments.flush()
     (path,) = tmp_path.rglob("*.safetensors")
     original = path.read_bytes()
     with path.open("r+b") as file:  # in place: the map shows it
@@ -189,6 +190,7 @@ def test_a_segment_cut_short_under_its_map_is_an_error_and_not_the_end_of_the_pr
     weights = np.random.default_rng(2).standard_normal((5000, DIM)).astype(np.float32)
     row_ids = rig.set_weights(weights)
     assert rig.freeze() == (5000, 0)
+    rig.table.segments.flush()
     (path,) = tmp_path.rglob("*.safetensors")
     original = path.read_bytes()
     os.truncate(path, 4096)

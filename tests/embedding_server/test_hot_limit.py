@@ -14,7 +14,7 @@ from embedding_server.errors import InvalidInput
 from embedding_server.kernels.hashing import buckets_of
 from embedding_server.policy import compute_frostline, control_buckets
 from embedding_server.reserved import PAGE_BYTES
-from embedding_server.segments import MAX_SMALL_WAITING
+from embedding_server.segments import MAX_SCATTERED
 from embedding_server.shard import Shard, ShardGradients
 from embedding_server.slots import Slots
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
@@ -268,7 +268,7 @@ def test_a_small_segment_at_every_step_never_uses_up_their_slots() -> None:
             frozen = ids[:1] - 10 * rows_a_step  # it froze some steps ago
             if step > 10:
                 values[int(frozen[0])] = shard.lookup({"t": frozen}, "float32")["t"].values.tobytes()
-            assert table.segments.num_segments <= 4 * MAX_SMALL_WAITING
+            assert table.segments.num_segments <= 4 * MAX_SCATTERED
         ids = np.array(list(values), np.int64)
         rows = shard.lookup({"t": ids}, "float32")["t"]
         assert (rows.flags & STATE == FOUND).all()

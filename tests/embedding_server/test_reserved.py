@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embedding_server.errors import InvalidInput
-from embedding_server.reserved import PAGE_BYTES, ReservedArray
+from embedding_server.reserved import PAGE_BYTES, PackedArray, ReservedArray
 
 
 def resident_bytes() -> int:
@@ -97,3 +97,11 @@ def test_writes_and_releases_equal_a_plain_array(columns: int, dtype: type, step
             model[:row] = value
         np.testing.assert_array_equal(reserved.array, model)
     assert 0 <= reserved.committed_bytes(64) - 64 * columns * np.dtype(dtype).itemsize < PAGE_BYTES
+
+
+def test_a_packed_array_takes_the_bytes_of_its_rows_and_no_pages():
+    packed = PackedArray(3, 5, np.float32)
+    packed.array[:] = 1.5
+    assert (packed.array.shape, packed.committed_bytes(3), packed.max_rows) == ((3, 5), 60, 3)
+    packed.close()
+    assert packed.array.shape == (0, 5)

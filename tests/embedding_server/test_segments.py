@@ -33,9 +33,12 @@ ROW_BYTES = FORMAT.row_bytes
 
 
 class Harness:
-    """A SegmentSet with its dictionary model: row_id -> (location, row bytes, accumulator, visits)."""
+    """A SegmentSet with its dictionary model: row_id -> (location, row bytes, accumulator, visits).
 
-    def __init__(self, directory: Path, capacity: int = 50, bits: int = 8, **options) -> None:
+    small_bytes: with 0, a few rows get a file.
+    """
+
+    def __init__(self, directory: Path, capacity: int = 50, bits: int = 8, small_bytes: int = 0, **options) -> None:
         self.directory = directory
         self.now = 0.0
         self.events: list[str] = []
@@ -49,6 +52,7 @@ class Harness:
             dim=4,
             on_event=self.events.append,
             segment_bytes=segment_bytes,
+            small_bytes=small_bytes,
             clock=lambda: self.now,
             **options,
         )
@@ -747,59 +751,132 @@ def test_executor_writes_while_the_set_goes_on(tmp_path, gated_disk):
         harness.segments.close()
 
 
-def test_small_segments_become_one_before_they_are_written(tmp_path):
-    harness = Harness(tmp_path, capacity=500)
+def unite(harness: Harness) -> bool:
+    return harness.segments.unite_small(harness.is_live, harness.moved)
+
+
+def freeze_pass(harness: Harness, row_ids: np.ndarray, bits: int = 8) -> None:
+    harness.segments.open_builder()
+    harness.freeze(row_ids, bits=bits)
+    harness.segments.seal()
+
+
+def test_small_segments_become_one_and_stay_in_memory(tmp_path):
+    harness = Harness(tmp_path, capacity=500, small_bytes=241 * FORMAT.unit_bytes)
     for number in range(6):
         harness.freeze(np.arange(40 * number, 40 * number + 40), seed=number)
         harness.segments.seal()
     harness.thaw(range(30))
-    before = harness.segments.bytes_in_memory
+    harness.check()
     assert harness.segments.num_segments == 6
     assert harness.segments.is_scattered
-    assert harness.segments.unite_small(harness.is_live, harness.moved) is True
-    assert harness.segments.unite_small(harness.is_live, harness.moved) is False
+    assert unite(harness) is True
+    assert unite(harness) is False
     assert not harness.segments.is_scattered
     harness.check()
     assert (harness.segments.num_segments, harness.segments.rows_dead) == (1, 0)
-    assert harness.segments.bytes_in_memory < before / 2
-    harness.settle()
+    assert harness.segments.bytes_in_memory == 210 * FORMAT.unit_bytes + 4 * NUM_BUCKETS  # the rows and no pages
+    assert harness.segments.write_pending() is False
+    assert harness.files() == []
+    harness.segments.flush()  # memory is needed now
     harness.check()
+    assert len(harness.files()) == 1
+    assert harness.segments.bytes_in_memory == 0
+    harness.segments.close()
+
+
+def test_small_segments_that_become_large_get_a_file(tmp_path):
+    harness = Harness(tmp_path, capacity=500, small_bytes=100 * FORMAT.unit_bytes)
+    most = 0
+    for number in range(20):
+        freeze_pass(harness, np.arange(30 * number, 30 * number + 30))
+        while harness.segments.settle_slice(harness.is_live, harness.moved, 1 << 20):
+            pass
+        harness.check()
+        assert len(harness.files()) == (number + 1) // 4
+        most = max(most, harness.segments.bytes_in_memory)
+    assert most == 90 * FORMAT.unit_bytes + 4 * NUM_BUCKETS
+    harness.segments.close()
+
+
+def test_what_is_large_at_once_is_not_copied(tmp_path):
+    harness = Harness(tmp_path, capacity=500, small_bytes=100 * FORMAT.unit_bytes)
+    freeze_pass(harness, np.arange(100))
+    locations = [entry[0] for entry in harness.model.values()]
+    assert unite(harness) is False
+    assert harness.segments.write_pending() is True
+    assert [entry[0] for entry in harness.model.values()] == locations
     assert len(harness.files()) == 1
     harness.segments.close()
 
 
-def test_small_segments_whose_rows_all_died_unite_to_nothing(harness):
+def test_a_small_segment_loses_its_dead_rows(tmp_path):
+    harness = Harness(tmp_path, capacity=500, small_bytes=200 * FORMAT.unit_bytes)
+    freeze_pass(harness, np.arange(50))
+    assert unite(harness) is False  # there is just one
+    harness.thaw([10])
+    assert unite(harness) is True
+    assert unite(harness) is False
+    harness.check()
+    assert (harness.segments.rows_total, harness.segments.rows_dead) == (49, 0)
+    assert harness.segments.bytes_in_memory == 49 * FORMAT.unit_bytes + 4 * NUM_BUCKETS
+    harness.segments.close()
+
+
+def test_small_segments_of_two_formats_unite_apart(tmp_path):
+    harness = Harness(tmp_path, capacity=500, bits=4, small_bytes=1 << 20)
+    for number in range(3):
+        freeze_pass(harness, np.arange(20 * number, 20 * number + 20), bits=4)
+        freeze_pass(harness, np.arange(100 + 5 * number, 105 + 5 * number), bits=8)
+    assert unite(harness) is True
+    harness.check()
+    assert harness.segments.num_segments == 2
+    sizes = 60 * FORMATS[4].unit_bytes + 15 * FORMATS[8].unit_bytes
+    assert harness.segments.bytes_in_memory == sizes + 2 * 4 * NUM_BUCKETS
+    harness.segments.close()
+
+
+def test_files_merge_while_small_segments_stay_in_memory(tmp_path):
+    harness = Harness(tmp_path, capacity=500, small_bytes=100 * FORMAT.unit_bytes)
+    freeze_pass(harness, np.arange(150))
+    harness.segments.write_pending()
+    freeze_pass(harness, np.arange(200, 220))
+    harness.thaw(range(100))
+    while harness.segments.settle_slice(harness.is_live, harness.moved, 1 << 20):
+        pass
+    harness.check()
+    assert harness.files() == []  # what was left of the file is small, too
+    assert (harness.segments.num_segments, harness.segments.rows_total) == (1, 70)
+    harness.segments.close()
+
+
+def test_small_segments_whose_rows_all_died_unite_to_nothing(tmp_path):
+    harness = Harness(tmp_path, small_bytes=1 << 20)
     for number in range(3):
         harness.freeze(np.arange(10 * number, 10 * number + 10))
         harness.segments.seal()
     harness.thaw(range(30))
-    assert harness.segments.unite_small(harness.is_live, harness.moved) is True
+    assert unite(harness) is True
     assert harness.segments.num_segments == 0
     assert harness.segments.bytes_used == 0
-    harness.settle()
+    assert harness.segments.write_pending() is False
     assert harness.files() == []
-
-
-def test_united_segments_fit_their_capacity(tmp_path):
-    harness = Harness(tmp_path, capacity=50)
-    for number in range(3):
-        harness.freeze(np.arange(20 * number, 20 * number + 20), seed=number)
-        harness.segments.seal()
-    assert harness.segments.unite_small(harness.is_live, harness.moved) is True
-    harness.check()
-    assert harness.segments.num_segments == 2
-    harness.settle()
-    harness.check()
     harness.segments.close()
 
 
-def test_segments_of_no_small_size_are_left_to_the_writer(harness, monkeypatch):
-    monkeypatch.setattr("embedding_server.segments.SMALL_BYTES", 10 * FORMATS[8].unit_bytes)
+def test_united_segments_fit_their_capacity(tmp_path):
+    """Half a segment is large, whatever its bytes: two small ones always fit."""
+    harness = Harness(tmp_path, capacity=50, small_bytes=1 << 20)
     for number in range(3):
-        harness.freeze(np.arange(10 * number, 10 * number + 10))
-        harness.segments.seal()
-    assert harness.segments.unite_small(harness.is_live, harness.moved) is False
-    assert harness.segments.num_segments == 3
+        freeze_pass(harness, np.arange(20 * number, 20 * number + 20))
+    assert unite(harness) is True
+    harness.check()
+    assert harness.segments.num_segments == 2  # 40 rows, and 20
+    while harness.segments.settle_slice(harness.is_live, harness.moved, 1 << 20):
+        pass
+    harness.check()
+    assert len(harness.files()) == 1
+    harness.segments.close()
 
 
 def test_settling_writes_here_while_the_executor_is_busy_elsewhere(tmp_path):
@@ -820,7 +897,7 @@ def test_settling_writes_here_while_the_executor_is_busy_elsewhere(tmp_path):
         harness.check()
         assert harness.segments.bytes_in_memory == 0
         assert not harness.segments.needs_merge()
-        assert len(harness.files()) == 1
+        assert len(harness.files()) == 1  # three files whose headers take more than their rows merge
         assert not other.done()
         gate.set()
         harness.segments.close()

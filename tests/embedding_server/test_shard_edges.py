@@ -144,6 +144,7 @@ def test_a_table_belongs_to_the_job_that_trains_it(store: InprocStore) -> None:
 def test_a_segment_that_nobody_needs_any_more_does_not_stop_freezing(
     store: InprocStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("embedding_server.table.SMALL_BYTES", 0)  # two rows get a file
     store.create_tables([_spec(kind="idle", idle_steps=1)])
     who = _begin(store)
 
