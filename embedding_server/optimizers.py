@@ -28,7 +28,8 @@ ftrl                b <- ftrl_beta + eps + sqrt(n)      (n: D values, initial_ac
     row is new or thaws, and after weight decay. w is stored, not made from z, so that every read is one of w.
 
 clip_norm > 0       g <- g min(1, clip_norm / |g|_2)    first, for every optimizer
-                    g <- min(max(g, -MAX_GRADIENT), MAX_GRADIENT)   then, for every optimizer
+                    g <- min(max(g, -MAX_GRADIENT), MAX_GRADIENT)   then, but for rowwise_adagrad: where the sum of its
+                    squares exceeds MAX_GRADIENT^2, the sum counts as that and g as ROWWISE_FACTOR g
 
 Thanks to the last line finite gradients keep a row finite. Squares are at most 2^100, and a float32 sum of them stops
 growing at 2^25 times the largest, so h and n do not overflow, nor do m and v, which are means. A step changes w by at
@@ -64,6 +65,7 @@ from embedding_server.spec import OptimizerKind, OptimizerSpec, TableSpec
 
 #: A larger value of a gradient counts as this; a loss that brings it has diverged long before.
 MAX_GRADIENT = 2.0**50
+ROWWISE_FACTOR = 2.0**-80
 #: ftrl: below, 1 / lr would leave float32.
 LEAST_FTRL_RATE = 1e-30
 _CODES_PER_OCTAVE = 4

@@ -114,7 +114,8 @@ class FbgemmHotRows(HotRows):
         self._set_step(learning_rate, step)
         pooled = self._table(indices, torch.arange(len(indices) + 1, device=self.device))
         sent = reference.wire_tensor(gradients[positions], wire_dtype).to(self.device)
-        pooled.backward(reference.bounded(sent.float() * float(scale), self.optimizer.clip_norm))
+        clipped = reference.norm_clipped(sent.float() * float(scale), self.optimizer.clip_norm)
+        pooled.backward(reference.bounded(clipped))
         if self.hot_bits == 16:  # FBGEMM does not say what it rounds beyond 65504 to
             self._weights[indices] = self._weights.index_select(0, indices).clamp(-MAX_HALF, MAX_HALF)
 

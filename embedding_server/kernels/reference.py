@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from embedding_server.kernels.hashing import hash_row_ids, mix64
-from embedding_server.optimizers import LEAST_FTRL_RATE, MAX_GRADIENT, adam_step_size
+from embedding_server.optimizers import LEAST_FTRL_RATE, MAX_GRADIENT, ROWWISE_FACTOR, adam_step_size
 from embedding_server.spec import OptimizerSpec
 
 TORCH_WIRE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -56,7 +56,9 @@ def apply(
     step: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """One step of the formulas in optimizers.py: float32[n, D], [n, C] and [n, D] -> new weights and state."""
-    w, h, g = torch.from_numpy(weights), torch.from_numpy(state), bounded(gradients, optimizer.clip_norm)
+    w, h, g = torch.from_numpy(weights), torch.from_numpy(state), norm_clipped(gradients, optimizer.clip_norm)
+    if optimizer.kind != "rowwise_adagrad":
+        g = bounded(g)
     match optimizer.kind:
         case "sgd":
             w = w - learning_rate * g
@@ -64,7 +66,9 @@ def apply(
             h = h + g * g
             w = w - learning_rate * g / (h.sqrt() + optimizer.eps)
         case "rowwise_adagrad":
-            h = h + (g * g).mean(dim=1, keepdim=True)
+            squares = g.double().square().sum(dim=1, keepdim=True)
+            g = torch.where(squares > MAX_GRADIENT**2, ROWWISE_FACTOR * g, g)
+            h = h + (squares.clamp(max=MAX_GRADIENT**2) / g.shape[1]).float()
             w = w - learning_rate / (h.sqrt() + optimizer.eps) * g
         case "adam":
             m, v = h.chunk(2, dim=1)
@@ -95,11 +99,16 @@ def _ftrl(
     return w, torch.cat([grown, torch.where(w == 0, z, 0.0)], dim=1).float()
 
 
-def bounded(gradients: torch.Tensor, clip_norm: float) -> torch.Tensor:
-    """float32[n, D] with every row's L2 norm brought down to clip_norm (0: as they are), and no value too large."""
-    if clip_norm != 0.0:
-        norms = gradients.double().norm(dim=1, keepdim=True)
-        gradients = (gradients * torch.where(norms > clip_norm, clip_norm / norms, 1.0)).float()
+def norm_clipped(gradients: torch.Tensor, clip_norm: float) -> torch.Tensor:
+    """float32[n, D] with every row's L2 norm brought down to clip_norm; 0: as they are."""
+    if clip_norm == 0.0:
+        return gradients
+    norms = gradients.double().norm(dim=1, keepdim=True)
+    return (gradients * torch.where(norms > clip_norm, clip_norm / norms, 1.0)).float()
+
+
+def bounded(gradients: torch.Tensor) -> torch.Tensor:
+    """float32[n, D] with no value too large."""
     return gradients.clamp(-MAX_GRADIENT, MAX_GRADIENT)
 
 
