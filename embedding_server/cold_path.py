@@ -101,10 +101,20 @@ def read(
 
 def prefetch(table: Table, row_ids: np.ndarray) -> None:
     """int64[n]: has the pages of frozen rows among these read in beside the caller. A hint, no other effect."""
-    if not table.segments.has_files:
-        return
+    if table.segments.has_files:
+        table.segments.prefetch(_stored(table, row_ids))
+
+
+def check_ahead(table: Table, row_ids: np.ndarray) -> None:
+    """int64[n]: compares what the reads of frozen rows among these would compare with checksums; raises nothing."""
+    if table.segments.has_files:
+        table.segments.check_ahead(_stored(table, row_ids))
+
+
+def _stored(table: Table, row_ids: np.ndarray) -> np.ndarray:
+    """uint32[m]: the locations of those that lie in segments."""
     locations = table.index.locate(row_ids)[1]
-    table.segments.prefetch(locations[((locations & FROZEN_BIT) != 0) & (locations != INITIAL)])
+    return locations[((locations & FROZEN_BIT) != 0) & (locations != INITIAL)]
 
 
 def _thaw_visited(table: Table, row_ids: np.ndarray, entries: np.ndarray, locations: np.ndarray, step: int) -> int:

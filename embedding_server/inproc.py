@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from embedding_server import hints
 from embedding_server.errors import StoreUnavailable
+from embedding_server.hints import Hint
 from embedding_server.segments import SETTLED_IN_A_STEP_BYTES
 from embedding_server.shard import Shard, ShardGradients
 from embedding_server.spec import TableSpec
@@ -160,14 +160,14 @@ class InprocStore(EmbeddingStore):
     def prefetch(self, ids: Mapping[str, RoutedIds]) -> None:
         # one at a time: more would only queue behind a disk that is busy with the first
         if not self._is_closed and (self._hint is None or self._hint.done()):
-            pieces = hints.pieces_of({n: i.row_ids.copy() for n, i in ids.items()})
-            self._hint = self._hints.submit(self._prefetch, pieces)
+            hint = Hint({n: i.row_ids.copy() for n, i in ids.items()})
+            self._hint = self._hints.submit(self._prefetch, hint)
 
-    def _prefetch(self, pieces: Iterator[dict[str, np.ndarray]]) -> None:
+    def _prefetch(self, hint: Hint) -> None:
         is_over = False
         while not is_over:
             with self._lock:
-                is_over = self._is_closed or hints.prefetch_slice(self._shard, pieces)
+                is_over = self._is_closed or hint.advance(self._shard)
             time.sleep(_PAUSE_S)  # a lock that is taken again at once keeps everybody else out
 
     def lookup(self, ids: Mapping[str, RoutedIds]) -> dict[str, Rows]:

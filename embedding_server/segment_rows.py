@@ -17,10 +17,12 @@ fault, 90 to 230 in one batch, 22 after a prefetch; with unchecked blocks, which
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import IntEnum
 
 import numpy as np
 
+from embedding_server.errors import SegmentCorrupt
 from embedding_server.kernels import frozen, paging
 from embedding_server.kernels import locations as kernels
 from embedding_server.kernels.locations import MAX_SLOTS
@@ -142,6 +144,12 @@ class SegmentRows:
         if self._files:
             for part in parts:
                 paging.page_in(locations, *self._items(part), self._maps, self._states, self._sizes)
+
+    def check_ahead(self, locations: np.ndarray) -> None:
+        """Checks the blocks under these rows; of a damaged one the next read says so."""
+        with suppress(SegmentCorrupt):
+            for part in READ_PARTS:
+                self._check(locations, part)
 
     def _page_in_if_cold(self, locations: np.ndarray, parts: Sequence[Part]) -> None:
         if not self._files or locations.shape[0] < _LEAST_BATCH:

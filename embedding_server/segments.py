@@ -253,6 +253,10 @@ class SegmentSet:
         """Locations uint32[n]: has their pages read in beside the caller. A hint: no effect but on time."""
         self._reader.prefetch(locations)
 
+    def check_ahead(self, locations: np.ndarray) -> None:
+        """Locations uint32[n]: checks the blocks under them, as their first read would; damage is left to that read."""
+        self._reader.check_ahead(locations)
+
     def mark_dead(self, locations: np.ndarray) -> None:
         """These rows are no longer needed (thawed, or forgotten). Once for each location, after reading it."""
         kernels.count_slots(locations, self._dead)

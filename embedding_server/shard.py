@@ -261,6 +261,11 @@ class Shard:
             self._checks.ids(name, row_ids)
             cold_path.prefetch(self._tables[name], row_ids)
 
+    def check_ahead(self, ids: Mapping[str, np.ndarray]) -> None:
+        """Checks the frozen rows among these as their first read would. A hint: what is damaged, that read tells."""
+        for name, row_ids in ids.items():
+            cold_path.check_ahead(self._tables[name], row_ids)
+
     def settle(self, max_bytes: int = SETTLED_IN_A_REPORT_BYTES) -> None:
         """Finishes the background work on the segments of every table that has no more than max_bytes of it."""
         for table in self._tables.values():

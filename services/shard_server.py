@@ -22,8 +22,8 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from embedding_server import hints
 from embedding_server.errors import FrostlineError, InvalidInput, StoreUnavailable
+from embedding_server.hints import Hint
 from embedding_server.shard import Shard
 from embedding_server.store import WIRE_NUMPY, WireDtype
 from frostline.v1 import embedding_pb2 as pb
@@ -210,8 +210,8 @@ class ShardServicer(_Servicer):
         with state.admission.call():
             ids = tensor_codec.decode_prefetch(request)
             with state.admission.bytes(len(request)):
-                pieces = hints.pieces_of(ids)
-                while not self._run(context, lambda shard: hints.prefetch_slice(shard, pieces)):
+                hint = Hint(ids)
+                while not self._run(context, hint.advance):
                     pass  # other calls have had their turn
                 return pb.PrefetchResponse().SerializeToString()
 

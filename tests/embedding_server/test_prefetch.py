@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from embedding_server import hints
-from embedding_server.errors import UnknownTable
-from embedding_server.hints import PIECE_ROWS, pieces_of
+from embedding_server.errors import SegmentCorrupt, UnknownTable
+from embedding_server.hints import ASKED_ROWS, CHECKED_ROWS, Hint, pieces_of
 from embedding_server.inproc import InprocStore
+from embedding_server.segment_reader import CHECKED
 from embedding_server.segments import SegmentSet
 from embedding_server.shard import Shard, ShardGradients
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
@@ -34,10 +36,10 @@ SPECS = {
         ),
     ),
 }
-Hint = Callable[[Shard], None]
+TakesHint = Callable[[Shard], None]
 
 
-def train(spec: TableSpec, seed: int, hint: Hint) -> tuple[np.ndarray, np.ndarray, TableStats]:
+def train(spec: TableSpec, seed: int, hint: TakesHint) -> tuple[np.ndarray, np.ndarray, TableStats]:
     """Two workers, mode sync; `hint` is called wherever another call may come. What is left: rows, flags, figures."""
     shard = Shard(memory_limit_bytes=64 << 20, backend="cpu")
     shard.create_tables([spec])
@@ -68,7 +70,7 @@ def train(spec: TableSpec, seed: int, hint: Hint) -> tuple[np.ndarray, np.ndarra
     return rows.values, rows.flags, stats
 
 
-def _until_done(next_slice: Callable[[], bool], shard: Shard, hint: Hint) -> None:
+def _until_done(next_slice: Callable[[], bool], shard: Shard, hint: TakesHint) -> None:
     while not next_slice():
         hint(shard)
     hint(shard)
@@ -108,14 +110,14 @@ def test_nothing_shows_of_hints_at_any_time(name: str, seed: int, monkeypatch: p
     assert stats.rows_frozen > 1000
 
 
-@pytest.mark.parametrize("sizes", [[0], [5], [PIECE_ROWS], [PIECE_ROWS + 1], [0, 3, 0, 2 * PIECE_ROWS, 1], []])
+@pytest.mark.parametrize("sizes", [[0], [5], [ASKED_ROWS], [ASKED_ROWS + 1], [0, 3, 0, 2 * ASKED_ROWS, 1], []])
 def test_pieces_hold_every_row_id_once_and_are_small(sizes: list[int]) -> None:
     ids = {f"t{i}": np.arange(1000 * i, 1000 * i + n) for i, n in enumerate(sizes)}
-    pieces = list(pieces_of(ids))
+    pieces = list(pieces_of(ids, ASKED_ROWS))
     for name, row_ids in ids.items():
         np.testing.assert_array_equal(np.concatenate([piece[name] for piece in pieces if name in piece]), row_ids)
-    assert all(sum(part.size for part in piece.values()) <= PIECE_ROWS for piece in pieces)
-    assert len(pieces) == max(-(-sum(sizes) // PIECE_ROWS), len(sizes) > 0)
+    assert all(sum(part.size for part in piece.values()) <= ASKED_ROWS for piece in pieces)
+    assert len(pieces) == max(-(-sum(sizes) // ASKED_ROWS), len(sizes) > 0)
 
 
 def test_a_slice_ends_with_its_time_and_the_next_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,17 +127,46 @@ def test_a_slice_ends_with_its_time_and_the_next_goes_on(monkeypatch: pytest.Mon
         def prefetch(self, ids: dict[str, np.ndarray]) -> None:
             seen.append(ids["t"].size)
 
+        check_ahead = prefetch
+
     clock = iter(np.arange(0.0, 1.0, 0.0015))  # a look at the clock takes 1.5 ms
     monkeypatch.setattr(hints.time, "monotonic", lambda: next(clock))
-    pieces = pieces_of({"t": np.arange(5 * PIECE_ROWS)})
-    assert [hints.prefetch_slice(Slow(), pieces) for _ in range(3)] == [False, False, True]  # type: ignore[arg-type]
-    assert seen == [PIECE_ROWS] * 5
+    hint = Hint({"t": np.arange(5 * ASKED_ROWS)})
+    assert [hint.advance(Slow()) for _ in range(4)] == [False, False, False, True]  # type: ignore[arg-type]
+    assert seen == [ASKED_ROWS] * 5 + [5 * ASKED_ROWS]
+    assert 5 * ASKED_ROWS <= CHECKED_ROWS
+
+
+def test_a_hint_checks_blocks_and_leaves_damage_to_the_read(tmp_path: Path) -> None:
+    shard, ids = Shard(data_dir=tmp_path, memory_limit_bytes=64 << 20, backend="cpu"), np.arange(20_000)
+    shard.create_tables([TableSpec(name="t", dim=64, policy=PolicySpec(idle_steps=1, control_fraction=0.0))])
+    who = Identity("job", shard.begin_epoch("job", 1, "sync", 1).epoch, 0)
+    for step, pulled in ((1, ids), (2, ids[:0]), (3, ids[:0])):
+        shard.pull(who, step, {"t": pulled}, "float32").result(0)
+        shard.push(who, step, {}, "float32").result(0)
+    while not shard.reselect(who, 3, {})[1]:
+        pass
+    shard.settle()
+    (segment,) = shard._tables["t"].segments._mapped.values()
+    start = segment.arrays.rows.ctypes.data - segment.address
+    with open(segment.path, "r+b") as file:
+        file.seek(start + segment.arrays.rows.nbytes // 2)
+        file.write(b"damage")
+    checked_before = int((segment.block_states == CHECKED).sum())
+    hint = Hint({"t": ids})
+    while not hint.advance(shard):
+        pass
+    states = segment.block_states
+    assert checked_before < (states == CHECKED).sum() < states.size - 1
+    with pytest.raises(SegmentCorrupt, match=str(segment.path)):
+        shard.lookup({"t": ids}, "float32")
+    shard.close()
 
 
 def test_a_store_in_process_takes_hints_in_the_background_and_one_at_a_time() -> None:
     store = InprocStore(memory_limit_bytes=64 << 20, backend="cpu")
     store.create_tables([SPECS["idle"]])
-    ids = np.arange(3 * PIECE_ROWS)
+    ids = np.arange(3 * ASKED_ROWS)
     routed = {"t": RoutedIds(ids, np.array([0, ids.size], np.int64))}
     taken: list[int] = []
     prefetch = store._shard.prefetch
@@ -147,13 +178,13 @@ def test_a_store_in_process_takes_hints_in_the_background_and_one_at_a_time() ->
         ids[:] = 0  # the caller may use its arrays again
     assert store._hint is not None
     store._hint.result(10)
-    assert taken == list(range(3 * PIECE_ROWS))
+    assert taken == list(range(3 * ASKED_ROWS))
     store.prefetch({"nobody": routed["t"]})
     with pytest.raises(UnknownTable):
         store._hint.result(10)  # nobody looks at it
     store.close()
     store.prefetch(routed)
-    assert len(taken) == 3 * PIECE_ROWS
+    assert len(taken) == 3 * ASKED_ROWS
 
 
 def test_hints_from_other_threads_change_no_row() -> None:
