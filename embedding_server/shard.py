@@ -135,9 +135,14 @@ class Shard:
         """The job's epoch here and the last step applied in full; epoch 0 if the job is unknown."""
         return self._jobs.current_epoch(job)
 
-    def begin_epoch(self, job: str, num_workers: int, mode: UpdateMode, epoch: int) -> EpochInfo:
-        """Fences every earlier epoch of the job: what was staged is dropped, who waits gets FencedEpoch."""
-        info = self._jobs.begin_epoch(job, num_workers, mode, epoch)
+    def begin_epoch(
+        self, job: str, num_workers: int, mode: UpdateMode, epoch: int, will_restore: bool = False
+    ) -> EpochInfo:
+        """Fences every earlier epoch of the job: what was staged is dropped, who waits gets FencedEpoch.
+
+        will_restore: nothing is taken before a restore is done.
+        """
+        info = self._jobs.begin_epoch(job, num_workers, mode, epoch, will_restore)
         self._advances.abandon(job)
         return info
 
