@@ -1,6 +1,6 @@
 """The column file of a snapshot: named arrays of known shapes, in one checksummed safetensors file.
 
-Layout. DO NOT CHANGE (snapshot_format.FORMAT_VERSION). All numbers are little-endian.
+Layout. DO NOT CHANGE (format_version of ShardRecord). All numbers are little-endian.
 
     offset       bytes   what
     0            8       uint64 H: bytes of the header

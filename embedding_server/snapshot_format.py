@@ -1,4 +1,4 @@
-"""What a snapshot is on disk: names, columns and shard.json. DO NOT CHANGE; a change needs a new FORMAT_VERSION.
+"""What a snapshot is on disk: names, columns and shard.json. DO NOT CHANGE; a change needs a new format_version.
 
 A cut leaves this, ROOT/JOB being the folder of a job:
 
@@ -50,7 +50,6 @@ from embedding_server.snapshot_file import Column, corrupt, open_regular
 from embedding_server.spec import MAX_STEPS, TableSpec
 from embedding_server.store import NUM_BUCKETS, NUM_RANK_BINS, Frostline
 
-FORMAT_VERSION = 1
 MAX_JSON_BYTES = 16 << 20
 MAX_JSON_VALUES = 1 << 19  # some 50 MB as Python objects
 MAX_SHARDS, MAX_TABLES, MAX_SEGMENTS = 4096, 4096, 256
@@ -77,6 +76,7 @@ class SegmentRecord(_Record):
     size_bytes: int = Field(ge=0)
     num_rows: int = Field(ge=1, lt=2**23)
     bits: Literal[4, 8, 16, 32]
+    has_state: bool = Field(description="its accumulators are of the table's optimizer; else a thaw starts without any")
 
 
 class FrostlineRecord(_Record):
