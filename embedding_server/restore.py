@@ -250,7 +250,9 @@ class _TableRestore:
         elif table.decay is not None:
             table.decay.begin_step(self._step)
         table.last_step_seen = max(self._step, record.last_step_seen)
-        table.rate = np.float32(record.rate if self._keeps_state else 0.0)
+        records = [part.record.tables[self._number(part)] for part in self._parts if (part.owned & self._buckets).any()]
+        rates = [of_part.rate for of_part in records if of_part.rate] if self._keeps_state else []  # 0: had no gradient
+        table.rate = np.float32(rates[0] if rates else 0.0)
         if table.spec.policy.kind == "topk" and record.frostline is not None:
             table.frostline = record.frostline.frostline()
 

@@ -289,12 +289,14 @@ class Shard:
         """Begins to write the job's tables as they are after `step`, as part `part` of `folder` (cut.py); `maintain`
         does the work. False: another cut is still being written; call again.
 
-        What goes wrong with the files is told by cut_progress, not here. A repeat of the last call does nothing.
+        What goes wrong with the files is told by cut_progress, not here. A repeat of the last call does nothing, unless
+        that cut failed or was abandoned: then it begins anew.
         """
         self._check_barrier(who, step)
         request = CutRequest(who, step, folder, part, num_parts)
         request.check()
-        if who.job in self._cuts and self._cuts[who.job].request == request:
+        last = self._cuts.get(who.job)
+        if last is not None and last.request == request and last.progress().error is None:
             return True
         if self._cut is not None and self._cut.is_under_way:
             if not self._cut.slice():
