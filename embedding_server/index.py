@@ -381,6 +381,11 @@ class Index:
         used = _insert(self._addresses, self._capacities, self._counts, row_ids, locations, entries, out)
         return entries, out, used
 
+    def reserve(self, rows: int) -> None:
+        """Room for so many rows of any buckets in an index without entries, so that it does not grow step by step."""
+        for bucket in range(self.num_buckets if rows else 0):
+            self._resize(bucket, -(-rows // self.num_buckets))
+
     def remove(self, row_ids: np.ndarray, entry_addresses: np.ndarray) -> None:
         """Removes entries, each given once, and gives memory back. Invalidates entry addresses obtained earlier."""
         touched = np.zeros(self.num_buckets, np.bool_)

@@ -48,8 +48,9 @@ class PreImages:
         self._table = table
         self.row_bytes = table.hot_row_bytes
         self.limit_bytes = max(_LEAST_BYTES, int(_SHARE * table.slots.high_water * self.row_bytes))
-        most = self.limit_bytes // self.row_bytes + 1
+        most = self.limit_bytes // (self.row_bytes + _ENTRY_BYTES) + 1
         self._index = Index(table.index.num_buckets)
+        self._index.reserve(min(most, table.slots.high_water))  # or each of its buckets would grow at each Pull
         self._slots = Slots(most)
         dtype = np.float32 if table.spec.policy.hot_bits == 32 else np.float16
         self._parts = (
@@ -74,26 +75,29 @@ class PreImages:
         """For pre-images of rows at these locations of the table, uint32[n]."""
         num_hot = int(np.count_nonzero(~is_absent & ((locations & FROZEN_BIT) == 0)))
         taken = self._slots.num_taken + num_hot
-        entries = locations.shape[0] * _ENTRY_BYTES
-        return taken * self.row_bytes + self._index.size_bytes + entries <= self.limit_bytes
+        entries = max(self._index.size_bytes, (len(self._index) + locations.shape[0]) * _ENTRY_BYTES)
+        return taken * self.row_bytes + entries <= self.limit_bytes
 
     def add(self, row_ids: np.ndarray, locations: np.ndarray, is_absent: np.ndarray, heat: np.ndarray) -> None:
         """Distinct row_ids int64[n] without a pre-image; uint32[n], bool[n], uint16[n]: what the table's index says."""
         kept = np.where(is_absent, ABSENT, locations)
         hot = np.flatnonzero(~is_absent & ((locations & FROZEN_BIT) == 0))
         if hot.shape[0]:
-            slots = self._take_slots(hot.shape[0])
             rows = HotColumns.of_slots(self._table, locations[hot].astype(np.int32))
-            weights, state, last_steps, visits = self._parts
-            weights.array[slots], state.array[slots] = rows.weights, rows.state
-            last_steps.array[slots, 0], visits.array[slots, 0] = rows.last_steps, rows.visits
-            kept[hot] = slots.astype(np.uint32)
+            kept[hot] = self._keep(rows, hot.shape[0]).astype(np.uint32)
         entries, _, _ = self._index.insert(row_ids, kept)
         self._index.set_heat(entries, heat)
 
-    def _take_slots(self, n: int) -> np.ndarray:
-        slots = self._slots.take_free(n)
-        return np.concatenate([slots, self._slots.grow(n - slots.shape[0])])
+    def _keep(self, rows: HotColumns, n: int) -> np.ndarray:
+        """Log slots int32[n] that hold these rows now."""
+        freed = self._slots.take_free(n)
+        slots = np.concatenate([freed, self._slots.grow(n - freed.shape[0])])
+        # new ones lie in a row, and a slice is copied several times as fast as single rows
+        at = slots if freed.shape[0] else slice(int(slots[0]), int(slots[0]) + n)
+        weights, state, last_steps, visits = self._parts
+        weights.array[at], state.array[at] = rows.weights, rows.state
+        last_steps.array[at, 0], visits.array[at, 0] = rows.last_steps, rows.visits
+        return slots
 
     def locate(self, row_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Entries int64[n], 0 without a pre-image, and log slots, uint32[n], of hot ones."""

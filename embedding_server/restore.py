@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embedding_server import heat
-from embedding_server.errors import FrostlineError, InvalidInput, Overloaded
+from embedding_server.errors import FrostlineError, InvalidInput, Overloaded, SegmentCorrupt
 from embedding_server.hot_limit import take_slots
 from embedding_server.index import INITIAL
 from embedding_server.kernels.hashing import buckets_of
@@ -43,6 +43,7 @@ from embedding_server.snapshot_format import (
     hot_file,
     part_folder,
     read_shard_record,
+    segment_object,
 )
 from embedding_server.snapshot_objects import take_object
 from embedding_server.spec import TableSpec
@@ -154,8 +155,8 @@ class Restore:
             mine, theirs = ((s.seed, s.init_min, s.init_max) for s in (spec, record.spec))
             if record.rows_initial and mine != theirs:
                 yield (
-                    f"table {name!r}: seed, init_min, init_max={mine}, in the snapshot {theirs}, which its untrained rows"
-                    " are made from"
+                    f"table {name!r}: seed, init_min, init_max={mine}, in the snapshot {theirs}, which make its"
+                    " untrained rows"
                 )
                 return
 
@@ -356,9 +357,20 @@ class _TableRestore:
 
     def _restore_segment(self, part: Part, segment: SegmentRecord, frozen: ColumnReader, column: str) -> Iterator[None]:
         """Links a segment, unless no row of it is in this shard's buckets, and enters its live rows into the index."""
+        objects = part.folder.parent.parent / OBJECTS
+        path = self._table.segments.new_path()
+        try:
+            yield from self._restore_file(objects, path, segment, frozen, column)
+        except SegmentCorrupt as error:  # path is a link to it, that is gone when people look
+            if error.path != str(path):
+                raise
+            raise corrupt(objects / segment_object(segment.digest), str(error)) from error
+
+    def _restore_file(
+        self, objects: Path, path: Path, segment: SegmentRecord, frozen: ColumnReader, column: str
+    ) -> Iterator[None]:
         table = self._table
-        path = table.segments.new_path()
-        mapped = take_object(part.folder.parent.parent / OBJECTS, segment, path)
+        mapped = take_object(objects, segment, path)
         try:
             _check_segment(mapped, table.spec)
             yield

@@ -52,7 +52,7 @@ class CutShards:
         return [shard._tables[name] for shard in self.shards]
 
     def train(self, row_ids: np.ndarray, seed: int = 0, lr: float = 0.25) -> dict[int, tuple[int, bytes]]:
-        """One step of all tables on these unique row_ids. What the first table's Pull gave: flags and values by row_id."""
+        """One step of all tables on these unique row_ids; flags and values of the first table's Pull by row_id."""
         self.step += 1
         seen: dict[int, tuple[int, bytes]] = {}
         of_shard = self.owner[buckets_of(row_ids, NUM_BUCKETS)]

@@ -8,6 +8,9 @@ write are in test_restore.py.
 from __future__ import annotations
 
 import copy
+import errno
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +18,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from embedding_server import table_cut
+from embedding_server import preimages, segment_file, snapshot_file, snapshot_format, snapshot_objects, table_cut
+from embedding_server.errors import InvalidInput, NotReady
 from embedding_server.kernels.hashing import buckets_of
 from embedding_server.reserved import PAGE_BYTES
 from embedding_server.shard import Shard, ShardGradients
-from embedding_server.spec import OptimizerSpec, TableSpec
-from embedding_server.store import NUM_BUCKETS, Identity
+from embedding_server.snapshot_format import part_folder, read_shard_record
+from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
+from embedding_server.store import NUM_BUCKETS, CutProgress, Identity
+from tests.embedding_server.cut_shards import CutShards
 from tests.embedding_server.test_shard_model import DIM, HOT_ROW_BYTES, NO_CAP, Harness, Model, policies
 
 
@@ -201,3 +207,195 @@ def test_cut_of_a_history_equals_the_model_at_its_step(tmp_path_factory, data, n
 @given(st.data())
 def test_cut_while_a_cap_freezes_rows_equals_the_model(tmp_path_factory, data) -> None:
     _run(data, tmp_path_factory.mktemp("cut") / "job", _harness(data, capped=True), 1)
+
+
+def _plain(folder: Path, *, num_rows: int = 60, policy: PolicySpec | None = None, **options) -> CutShards:
+    """A shard with rows hot, frozen and waiting, at a barrier."""
+    policy = policy or PolicySpec(kind="idle", idle_steps=1, min_count=2, control_fraction=0.0)
+    shards = CutShards([TableSpec(name="t", dim=8, policy=policy)], data_dir=folder / "data", **options)
+    for k in range(4):
+        shards.train(np.arange(num_rows // (1 + k // 2), dtype=np.int64))
+    shards.reselect()
+    shards.train(np.arange(num_rows - 5, num_rows + 20, dtype=np.int64))
+    return shards
+
+
+def _finish(shards: CutShards) -> CutProgress:
+    shard = shards.shards[0]
+    for _ in range(100_000):
+        if not shard.is_cutting:
+            return shard.cut_progress(shards.who)
+        shard.maintain()
+    raise AssertionError("the cut does not end")
+
+
+def test_cut_needs_the_barrier_and_a_folder_of_a_cut(tmp_path: Path) -> None:
+    with _plain(tmp_path) as shards:
+        shard, step = shards.shards[0], shards.step
+        with pytest.raises(NotReady, match="has begun no cut"):
+            shard.cut_progress(shards.who)
+        with pytest.raises(NotReady, match="Advance at step"):
+            shard.begin_cut(shards.who, step + 1, tmp_path / "job" / "cut-000000000006-1", 0, 1)
+        for name in ("cut-6-1", "../cut-000000000006-1", "elsewhere"):
+            with pytest.raises(InvalidInput, match="must be an absolute path"):
+                shard.begin_cut(shards.who, step, tmp_path / "job" / "x" / name, 0, 1)
+        with pytest.raises(InvalidInput, match="must be an absolute path"):
+            shard.begin_cut(shards.who, step, Path("cut-000000000006-1"), 0, 1)
+        with pytest.raises(InvalidInput, match="part=1"):
+            shard.begin_cut(shards.who, step, tmp_path / "job" / "cut-000000000006-1", 1, 1)
+        assert not (tmp_path / "job").exists()
+
+
+def test_an_advance_waits_for_the_cut_and_a_second_cut_too(tmp_path: Path) -> None:
+    with _plain(tmp_path) as shards:
+        shard = shards.shards[0]
+        first = shards.begin_cut(tmp_path / "job")
+        assert shard.begin_cut(shards.who, shards.step, first, 0, 1), "a repeat does nothing"
+        assert shard.reselect(shards.who, shards.step, {}) == ({}, False)
+        assert shard.is_cutting
+        shards.reselect()
+        assert shards.tables()[0].cut is None
+        shards.train(np.arange(3, dtype=np.int64))
+        second = tmp_path / "job" / f"cut-{shards.step:012d}-1"
+        while not shard.begin_cut(shards.who, shards.step, second, 0, 1):
+            pass
+        assert _finish(shards).error is None
+        for folder, step in ((first, shards.step - 1), (second, shards.step)):
+            assert read_shard_record(folder / part_folder(0, 1)).step == step
+
+
+def test_a_new_epoch_and_abandon_end_a_cut_and_leave_nothing(tmp_path: Path) -> None:
+    with _plain(tmp_path) as shards:
+        shard = shards.shards[0]
+        for end in (lambda: shard.abandon_cut(shards.who), lambda: shards.begin(2)):
+            folder = shards.begin_cut(tmp_path / "job")
+            shard.maintain()
+            end()
+            assert not shard.is_cutting
+            assert not folder.exists()
+            assert shards.tables()[0].cut is None
+        with pytest.raises(NotReady, match="epoch 2 has begun no cut"):
+            shard.cut_progress(shards.who)
+        shards.train(np.arange(70, dtype=np.int64))
+        shards.cut(tmp_path / "job")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_fails_at_any_write_ends_the_cut_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    root, failures = tmp_path / "job", 0
+    with _plain(tmp_path) as shards, _plain(tmp_path / "twin") as twin:  # the twin is never cut
+        earlier, at_earlier = shards.cut(root), shards.state()
+        for nth in range(60):
+            calls = iter(range(10_000))
+            with monkeypatch.context() as patch:
+                patch.setattr(segment_file, "write_bytes", _failing(segment_file.write_bytes, calls, nth, number))
+                sync = _failing(os.fsync, calls, nth, number)
+                for module in (segment_file, snapshot_file, snapshot_format, snapshot_objects):
+                    patch.setattr(module, "sync_fd", sync)
+                for each in (shards, twin):
+                    each.train(np.arange(nth % 50, 70, dtype=np.int64))
+                folder = shards.begin_cut(root)
+                for each in (shards, twin):
+                    each.train(np.arange(nth % 50, 70, dtype=np.int64))
+                progress = _finish(shards)
+            assert shards.state() == twin.state()
+            assert shards.tables()[0].cut is None
+            assert not list(root.rglob("*.partial"))
+            if progress.error is None:
+                break
+            failures += 1
+            assert os.strerror(number) in progress.error
+            assert not folder.exists()
+            assert "the cut of step" in shards.shards[0].stats().events[-1]
+        assert progress.error is None
+        assert failures > 8
+    with CutShards(list(shards.specs.values()), will_restore=True) as again:
+        again.restore(earlier)
+        assert again.state() == at_earlier
+
+
+def _failing(real, calls, nth: int, number: int):
+    def call(*arguments):
+        if next(calls) == nth:
+            raise OSError(number, os.strerror(number))
+        return real(*arguments)
+
+    return call
+
+
+def test_a_push_of_rows_that_no_pull_named_is_not_in_the_cut(tmp_path: Path) -> None:
+    with _plain(tmp_path, policy=PolicySpec(kind="off")) as shards:
+        shard, before = shards.shards[0], shards.state()
+        folder = shards.begin_cut(tmp_path / "job")
+        none, some = np.empty(0, np.int64), np.arange(9, dtype=np.int64)
+        shard.pull(shards.who, shards.step + 1, {"t": none}, "float32").result(0)
+        push = ShardGradients(some, np.ones((9, 8), np.float32), 0.5)
+        assert shard.push(shards.who, shards.step + 1, {"t": push}, "float32").result(0).rows_applied == 9
+        assert shards.state() != before
+        assert _finish(shards).error is None
+    with CutShards(list(shards.specs.values()), will_restore=True) as again:
+        again.restore(folder)
+        assert again.state() == before
+
+
+def test_pre_images_stay_under_their_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Pull that needs more writes slices until there is room."""
+    monkeypatch.setattr(preimages, "_LEAST_BYTES", 4096)
+    row_ids = np.arange(6000, dtype=np.int64)
+    with CutShards([TableSpec(name="t", dim=256, policy=PolicySpec(kind="off"))]) as shards:
+        shards.train(row_ids)
+        before = shards.state()
+        folder = shards.begin_cut(tmp_path / "job")
+        cut = shards.tables()[0].cut
+        assert cut._log.limit_bytes == 6000 * 1033 // 10
+        written = [cut.bucket]
+        for start in range(0, 6000, 200):
+            shards.train(row_ids[start : start + 200])
+            assert cut._log.size_bytes <= 1.1 * cut._log.limit_bytes  # what a bucket of its index has at least
+            written.append(cut.bucket)
+        assert written[1] == 0
+        assert 0 < written[15] < NUM_BUCKETS, "the Pulls had to write, and not all at once"
+        assert _finish(shards).error is None
+    with CutShards(list(shards.specs.values()), will_restore=True) as again:
+        again.restore(folder)
+        assert again.state() == before
+
+
+def test_objects_outlive_merges_and_the_shard_and_are_written_once(tmp_path: Path) -> None:
+    with _plain(tmp_path) as shards:
+        for table in shards.tables():
+            table.segments._small_rows = dict.fromkeys(table.segments.formats, 0)  # each gets a file
+        shards.train(np.arange(30, 60, dtype=np.int64))
+        shards.reselect()
+        while shards.shards[0].maintain():
+            pass
+        before, first = shards.state(), shards.cut(tmp_path / "job")
+        objects = {p.name: p.stat() for p in (tmp_path / "job" / "objects").iterdir()}
+        files = {p.stat().st_ino for p in (tmp_path / "data").rglob("*.safetensors")}
+        assert {found.st_ino for found in objects.values()} & files, "linked, not copied"
+        shards.train(np.arange(200, 203, dtype=np.int64))
+        shards.cut(tmp_path / "job")
+        again = {p.name: p.stat().st_ino for p in (tmp_path / "job" / "objects").iterdir()}
+        assert again == {name: found.st_ino for name, found in objects.items()}
+        shards.train(np.arange(60, dtype=np.int64))  # all thaw: their segments go
+        while shards.shards[0].maintain():
+            pass
+        assert not {p.stat().st_ino for p in (tmp_path / "data").rglob("*.safetensors")} & files
+    shutil.rmtree(tmp_path / "data")
+    with CutShards(list(shards.specs.values()), will_restore=True) as again:
+        again.restore(first)
+        assert again.state() == before
+
+
+def test_segments_are_copied_where_links_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(os, "link", refuse)
+    with _plain(tmp_path) as shards:
+        before, folder = shards.state(), shards.cut(tmp_path / "job")
+    with CutShards(list(shards.specs.values()), will_restore=True) as again:
+        again.restore(folder)
+        assert again.state() == before
