@@ -399,3 +399,31 @@ def test_segments_are_copied_where_links_are_refused(tmp_path: Path, monkeypatch
     with CutShards(list(shards.specs.values()), will_restore=True) as again:
         again.restore(folder)
         assert again.state() == before
+
+
+def test_segments_are_held_until_the_cut_has_them(tmp_path: Path) -> None:
+    """Background work of a table goes on while a cut waits for a thread: it writes files, but merges and drops none."""
+    policy = PolicySpec(kind="idle", idle_steps=1, control_fraction=0.0)
+    row_ids = np.arange(60, dtype=np.int64)
+    with CutShards([TableSpec(name="t", dim=8, policy=policy)]) as shards:
+        table = shards.tables()[0]
+        table.segments._small_rows = dict.fromkeys(table.segments.formats, 0)  # each gets a file
+        for part in (row_ids[:20], row_ids[20:40], row_ids[40:], row_ids[:9]):
+            shards.train(part)
+            shards.reselect()
+        shards.train(row_ids[22:39])  # most of a segment is dead: a merge is due
+        before = shards.state()
+        folder = shards.begin_cut(tmp_path / "job")
+        files = table.segments.num_segments
+        assert not table.segments.needs_merge()
+        shards.train(row_ids[40:])  # now all of another
+        while table.maintain():
+            pass
+        assert table.segments.num_segments == files
+        assert _finish(shards).error is None
+        while table.maintain():
+            pass
+        assert table.segments.num_segments < files
+    with CutShards(list(shards.specs.values()), will_restore=True) as again:
+        again.restore(folder)
+        assert again.state() == before
