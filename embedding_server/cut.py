@@ -24,6 +24,7 @@ import numpy as np
 from embedding_server.errors import InvalidInput
 from embedding_server.segment_file import sync_folder
 from embedding_server.snapshot_format import (
+    MANIFEST,
     MAX_SHARDS,
     OBJECTS,
     RECORD,
@@ -57,6 +58,11 @@ class CutRequest:
             raise InvalidInput(
                 f"folder={str(folder)!r} must be an absolute path without '..' that ends in cut-<step, 12"
                 " digits>-<epoch>"
+            )
+        if (folder / MANIFEST).exists():
+            raise InvalidInput(
+                f"folder={str(folder)!r} has a whole snapshot, which no cut replaces; begin an epoch above that of"
+                " every snapshot of the job"
             )
         if not 0 <= self.part < self.num_parts <= MAX_SHARDS:
             raise InvalidInput(f"part={self.part} of num_parts={self.num_parts}: at most {MAX_SHARDS}, counted from 0")

@@ -378,7 +378,9 @@ class EmbeddingStore(ABC):
 
         Every shard writes its part in the background, while training goes on; ask cut_progress. `folder` is a path on
         the shards' machines, ROOT/JOB/cut-<step, 12 digits>-<epoch>; segments go to ROOT/JOB/objects. Needs step
-        applied and no Pull of step+1 (NotReady otherwise). If one shard cannot begin, none has, and the error names it.
+        applied and no Pull of step+1 (NotReady otherwise). If one shard cannot begin, the others abandon the cut, and
+        the error names it: StoreUnavailable if it cannot write there, InvalidInput if it must not or the folder has a
+        whole snapshot. The same cut may be begun again after an error.
         """
 
     @abstractmethod
