@@ -147,6 +147,13 @@ def shard(
         str | None, typer.Option(metavar="FIRST-LAST", help="Buckets to own; default: an even share by --shard-index.")
     ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of segments; default: a temporary one.")] = None,
+    snapshot_root: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder within which clients may have snapshots written and read; default: any on this machine while"
+            " --host is loopback, else none."
+        ),
+    ] = None,
     memory_limit_bytes: Annotated[
         int,
         typer.Option(parser=size_bytes, metavar="SIZE", help="Bound of this shard's memory; bytes, or like 4GiB."),
@@ -169,6 +176,7 @@ def shard(
             num_shards=num_shards,
             buckets=parse_buckets(buckets) if buckets else None,
             data_dir=data_dir,
+            snapshot_root=snapshot_root,
             memory_limit_bytes=memory_limit_bytes,
             backend=backend,
             threads=threads,
