@@ -61,6 +61,9 @@ def train(
     arms: Annotated[
         list[str] | None, typer.Option("--arm", metavar="NAME", help="Only this arm of the job; may be repeated.")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Goes on behind the newest snapshot of each arm (section `snapshots`).")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Trains every arm of a job and compares them."""
@@ -72,14 +75,14 @@ def train(
         set_environment()
         quiet_torch()
         job = with_arms(load_job(job_file, settings or []), arms or [])
-        document, unwritten = _train(job, console)
+        document, unwritten = _train(job, console, resume)
         if as_json:
             print(json.dumps(document))
         if unwritten is not None:
             raise unwritten
 
 
-def _train(job: Job, console: Console) -> tuple[dict[str, Any], SummaryNotWritten | None]:
+def _train(job: Job, console: Console, resume: bool) -> tuple[dict[str, Any], SummaryNotWritten | None]:
     """(what --json prints, the error to end with after everything was printed)."""
     from dataclasses import asdict
 
@@ -91,7 +94,7 @@ def _train(job: Job, console: Console) -> tuple[dict[str, Any], SummaryNotWritte
     with ProgressShow(console, job.trainer.log_every_s) as show:
         unwritten = None
         try:
-            arms = run_job(job, show.update, show.say)
+            arms = run_job(job, show.update, show.say, resume)
         except SummaryNotWritten as error:
             arms, unwritten = error.arms, error
         show.say("fitting the bias-only logistic regression")
