@@ -241,6 +241,9 @@ class ColumnReader:
             raise corrupt(self.path, "its block_crcs do not match their CRC-32")
         return np.frombuffer(data, "<u4")
 
+    def num_rows(self, name: str) -> int:
+        return self._columns[name][0].shape[0]
+
     def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Rows [start, stop) of a column, a copy; None: to its end."""
         column = self._columns[name][0]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from services import tune_commands
+from services import ckpt_commands, tune_commands
 from services.command_options import (
     JobFile,
     JsonOption,
@@ -190,6 +190,7 @@ def shard(
 
 
 tune_commands.add_to(app)
+app.add_typer(ckpt_commands.app, name="ckpt")
 
 
 @app.command()
