@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from trainer.job import Job, steps_of
 from trainer.resume import Snapshot
 from trainer.run_log import RunLog
 from trainer.snapshot_gc import keep_newest
+from trainer.snapshot_lock import in_use
 from trainer.snapshots import (
     CutName,
     Manifest,
@@ -91,14 +92,18 @@ class Cuts:
         self._template = template
         self._last_step = template.run_step  # that has a cut
         self._writing: _Writing | None = None  # worker 0 alone
+        self._in_use = ExitStack()
         self.counts = CutCounts()
 
     def __enter__(self) -> Cuts:
+        if self._group.is_first:
+            self._in_use.enter_context(in_use(self._folder))  # `frostline ckpt gc` leaves the folder alone
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         if self._writing is not None:
             self._writing.stop()
+        self._in_use.close()
 
     def is_due(self, step: int) -> bool:
         return self._every_steps is not None and step % self._every_steps == 0

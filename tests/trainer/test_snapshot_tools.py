@@ -15,19 +15,21 @@ import numpy as np
 import pytest
 
 from embedding_server.errors import FrostlineError, InvalidInput, SegmentCorrupt
+from embedding_server.inproc import InprocStore
 from embedding_server.restore import read_parts
 from embedding_server.segment_file import SegmentArrays, SegmentFormat, write_segment
 from embedding_server.segment_reader import open_segment
 from embedding_server.snapshot_check import Findings, check_part
 from embedding_server.snapshot_format import MANIFEST, OBJECTS, part_folder, read_sealed_json, write_sealed_json
 from embedding_server.snapshot_rows import TableRows
+from tests.trainer.test_resume import job_of, run
 from tests.trainer.test_snapshots import write_cut
 from tests.trainer.trained_snapshots import SPECS, make_snapshot, objects_in
 from trainer import snapshot_gc
 from trainer.snapshot_gc import collect
 from trainer.snapshot_list import find_cut, list_jobs, open_snapshot, verify
 from trainer.snapshot_lock import alone_in, in_use
-from trainer.snapshots import CutName, read_manifest, shard_entries, write_manifest
+from trainer.snapshots import CutName, job_folder, read_manifest, shard_entries, write_manifest
 
 
 @pytest.fixture(scope="module")
@@ -337,6 +339,22 @@ def test_gc_leaves_a_job_in_use_alone(job):
     with alone_in(job), pytest.raises(InvalidInput, match="is in use"):
         collect(job, 1, 0.0)
     assert len(collect(job, 1, 0.0).removed) == 2
+
+
+def test_gc_leaves_the_folder_of_a_training_alone(tmp_path):
+    refusals = []
+
+    class Asks(InprocStore):
+        def push(self, who, step, gradients):
+            with pytest.raises(InvalidInput, match="a training takes snapshots there"):
+                collect(job_folder(tmp_path, "again"), 1, 0.0)
+            refusals.append(step)
+            return super().push(who, step, gradients)
+
+    job = job_of(tmp_path, trainer={"max_steps": 3}, snapshots={"on_finish": True})
+    run(job, Asks(memory_limit_bytes=256 << 20))
+    assert refusals == [1, 2, 3]
+    assert len(collect(job_folder(tmp_path, "again"), 1, 0.0).kept) == 1
 
 
 def test_the_lock_of_a_process_that_was_killed_is_gone(job):
