@@ -18,7 +18,8 @@ much as copying 100,000 rows. Where 13 tables on each of 2 shards freeze a few h
 Uniting copies a row once for each pass until its segment is large: at most SMALL_BYTES a pass, format and table.
 
 A segment has rows of one format: the table's frozen_bits, or 8 bits beside 4 for rows that 4 would damage. So a freeze
-may fill two growing segments at once, and merges stay within a format: at most segment_merge.MAX_SEGMENTS of each.
+may fill two growing segments at once, and merges stay within a format: of each, at most segment_merge.MAX_SEGMENTS are
+less than half full.
 """
 
 from __future__ import annotations

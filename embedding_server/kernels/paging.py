@@ -56,12 +56,20 @@ def _will_need(start, end):
     _madvise(first, end - first, _WILLNEED)
 
 
+@njit
+def _is_in_memory(address, answer):
+    """answer: uint8[1] to write to. What cannot be told counts as in memory: its page fault tells."""
+    return _mincore(address // _PAGE * _PAGE, 1, answer.ctypes.data) != 0 or (answer[0] & 1) != 0
+
+
 @kernel(types.void(_U32, _I64, _I64, _I64, _I64, _I64))
 def page_in(locations, bases, item_bytes, maps, states, sizes):
     """Asks for the pages of these items; for the whole block where it is unchecked, since its check will read it all.
 
-    sizes: bytes of each slot's map.
+    sizes: bytes of each slot's map. Of an item in a checked block the kernel is asked first whether its first page is
+    there: 0.3 us, where advice takes 1 to 4 us for nothing.
     """
+    answer = np.zeros(1, np.uint8)
     for i in range(locations.shape[0]):
         slot = slot_of(locations[i])
         if maps[slot] == 0:
@@ -77,7 +85,7 @@ def page_in(locations, bases, item_bytes, maps, states, sizes):
                     state[0] = _ASKED_FOR
                     end = min(sizes[slot], (block + 1) << _BLOCK_SHIFT)
                     _will_need(maps[slot] + (block << _BLOCK_SHIFT), maps[slot] + end)
-        if all_checked:
+        if all_checked and not _is_in_memory(maps[slot] + start, answer):
             _will_need(maps[slot] + start, maps[slot] + last_byte + 1)
 
 
@@ -99,7 +107,6 @@ def any_absent(locations, bases, item_bytes, maps, samples):
         slot = slot_of(locations[i])
         if maps[slot] == 0:
             continue
-        address = bases[slot] + position_of(locations[i]) * item_bytes[slot]
-        if _mincore(address // _PAGE * _PAGE, 1, answer.ctypes.data) == 0 and (answer[0] & 1) == 0:
+        if not _is_in_memory(bases[slot] + position_of(locations[i]) * item_bytes[slot], answer):
             return True
     return False

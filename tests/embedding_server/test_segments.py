@@ -1063,8 +1063,14 @@ def test_plans_fit_and_end(segments):
 def test_full_segments_without_waste_are_left_alone():
     rows = np.full(40, 1000)
     assert plan_merge(rows, np.zeros(40, np.int64), 30, 200, 1000).shape[0] == 0
-    rows[[3, 17]] = 10
-    assert sorted(plan_merge(rows, np.zeros(40, np.int64), 30, 200, 1000).tolist()) == [3, 17]
+    dead = np.ones(40, np.int64)  # a few dead rows are no reason to copy a segment, however many there are
+    assert plan_merge(rows, dead, 30, 200, 1000).shape[0] == 0
+    rows[[3, 17]] = 10  # nor are a few small ones
+    assert plan_merge(rows, dead, 30, 200, 1000).shape[0] == 0
+    rows = np.append(rows, np.full(MAX_SEGMENTS - 1, 400))
+    plan = plan_merge(rows, np.zeros(rows.shape[0], np.int64), 30, 200, 1000)
+    assert {3, 17} < set(plan.tolist())
+    assert rows[plan].max() == 400
 
 
 @pytest.mark.parametrize("dead", [200, 201])
@@ -1142,7 +1148,11 @@ def test_random_histories_equal_the_dictionary(tmp_path_factory, bits, history):
         harness.settle()
         harness.check()
     assert harness.segments.bytes_in_memory == 0
-    assert harness.segments.num_segments == len(harness.files()) <= MAX_SEGMENTS * len(harness.segments.formats)
+    assert harness.segments.num_segments == len(harness.files())
+    live, capacity = harness.segments._rows - harness.segments._dead, harness.segments._capacity
+    for fmt, most in capacity.items():
+        slots = [slot for slot, mapped in harness.segments._mapped.items() if mapped.format.bits == fmt]
+        assert np.count_nonzero(2 * live[slots] <= most) <= MAX_SEGMENTS
     for path in harness.files():
         open_segment(path, verify=True).close()
     harness.segments.close()
