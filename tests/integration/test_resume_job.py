@@ -24,7 +24,8 @@ from trainer.resume import find_snapshot
 from trainer.snapshots import CutName, cuts_in, is_complete, job_folder, read_manifest
 
 # ray 2.60 uses settings of its own that it has deprecated
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+# a run over Ray takes 20 s on an idle machine, and ten times that on one that others use too
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.timeout(900)]
 
 WORKERS, STEPS, BATCH = 2, 200, 50
 ROOT = Path(__file__).resolve().parents[2]
