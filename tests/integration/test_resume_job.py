@@ -113,6 +113,7 @@ def whole(ray, tmp_path_factory) -> tuple[ArmSummary, Path]:
     return summary, job_folder(job.snapshots.uri, job.name) / CutName(1, 100).folder
 
 
+@pytest.mark.slow
 def test_two_workers_and_two_shards_resume_to_the_figures_of_one_process(ray, tmp_path, monkeypatch) -> None:
     """sync: two workers are one with their batches together, so the run that is left alone needs no Ray."""
     # so many passes that it is still running when it is killed
@@ -127,6 +128,7 @@ def test_two_workers_and_two_shards_resume_to_the_figures_of_one_process(ray, tm
     expect_same_figures(resumed, run_inproc(alone, "main", tmp_path / "alone", quiet))
 
 
+@pytest.mark.slow
 def test_another_number_of_workers_and_shards_goes_on_from_the_same_cut(ray, whole, tmp_path) -> None:
     job = make_job(raw_job(tmp_path, servers={"num_shards": 3}, trainer={"workers": 1}, snapshots=None))
     alone = RayGroup(1, ray._storage, ray._board)
