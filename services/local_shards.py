@@ -187,7 +187,9 @@ def _wait_for_addresses(shards: LocalShards, timeout_s: float) -> list[str]:
             line = process.stdout.readline()
             if is_late.is_set():
                 raise StoreUnavailable(
-                    f"shard {index} did not serve within {timeout_s:g} s; the end of {shards.logs[index]}:\n"
+                    f"shard {index} did not serve within {timeout_s:g} s; a first start on a machine compiles"
+                    " kernels and keeps what it has: where other programs take the cores, start again; the end of"
+                    f" {shards.logs[index]}:\n"
                     f"{shards.log_tail(index)}"
                 )
             if not line:

@@ -58,8 +58,8 @@ def run_worker(
         if run.reselect_every is not None and log.step < run.reselect_every:
             log.event(
                 f"the run was over after {log.step} steps, before its first re-selection at step {run.reselect_every}:"
-                " no row froze for idleness or rank; set embedding.advanced.reselect_every_samples below the samples"
-                " of the run"
+                " no row froze for idleness or rank; set embedding.advanced.reselect_every_samples and"
+                " embedding.idle_samples below the samples of the run"
             )
         test = score(run, "test")
         log.scores("test", test)
