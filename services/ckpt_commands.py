@@ -7,7 +7,8 @@ command_options.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -39,6 +40,18 @@ class Optimizer(StrEnum):
     ftrl = "ftrl"
 
 
+@contextmanager
+def _errors_to_exit_status(console: Console) -> Iterator[None]:
+    """As errors_to_exit_status; and what the file system refuses (a full disk, no permission) is no bug of ours."""
+    from embedding_server.errors import FrostlineError
+
+    with errors_to_exit_status(console):
+        try:
+            yield
+        except OSError as error:
+            raise FrostlineError(str(error)) from error
+
+
 Uri = Annotated[Path, typer.Argument(metavar="URI", help="snapshots.uri of jobs, or the folder of one job in it.")]
 SnapshotArgument = Annotated[
     Path, typer.Argument(metavar="SNAPSHOT", help="Folder of a snapshot; or of a job: the newest complete one there.")
@@ -48,7 +61,7 @@ SnapshotArgument = Annotated[
 @app.command("ls")
 def list_(uri: Uri, as_json: JsonOption = False) -> None:
     """Lists jobs and their snapshots: step, epoch, rows, bytes, and whether they are complete."""
-    with errors_to_exit_status(Console(stderr=True)):
+    with _errors_to_exit_status(Console(stderr=True)):
         from trainer.snapshot_list import list_jobs
 
         jobs = list_jobs(uri)
@@ -86,7 +99,7 @@ def _print_job(console: Console, job: JobFigures) -> None:
 def verify(snapshot: SnapshotArgument, as_json: JsonOption = False) -> None:
     """Reads every byte of a snapshot and checks it. Exit status 0: it is sound; 1: damaged; 2: there is none."""
     console = Console(stderr=as_json)
-    with errors_to_exit_status(console):
+    with _errors_to_exit_status(console):
         from trainer.snapshot_list import find_cut
         from trainer.snapshot_list import verify as check
         from trainer.snapshot_lock import in_use
@@ -124,7 +137,7 @@ def gc(
     snapshots without a manifest that were written to lately. Exit status 1 if a job was left alone.
     """
     console = Console(stderr=as_json)
-    with errors_to_exit_status(console):
+    with _errors_to_exit_status(console):
         from embedding_server.errors import InvalidInput
         from trainer.snapshot_gc import Removal, collect
         from trainer.snapshot_list import job_folders
@@ -161,7 +174,10 @@ def export_(
     num_embeddings: Annotated[
         list[int] | None,
         typer.Option(
-            min=1, metavar="N", help="torchrec: rows of each table, ids 0 to N-1; one number, or one a table."
+            min=1,
+            max=2**48,
+            metavar="N",
+            help="torchrec: rows of each table, ids 0 to N-1; one number, or one a table.",
         ),
     ] = None,
     drop_outside: Annotated[
@@ -172,7 +188,7 @@ def export_(
 ) -> None:
     """Writes a table of a snapshot as one file, rows as look-ups give them."""
     console = Console(stderr=as_json)
-    with errors_to_exit_status(console):
+    with _errors_to_exit_status(console):
         from trainer.export import export_table, export_torchrec
         from trainer.snapshot_list import find_cut, open_snapshot
         from trainer.snapshot_lock import in_use
@@ -226,7 +242,7 @@ def import_(
         Optimizer.rowwise_adagrad
     ),
     initial_accumulator: Annotated[
-        float, typer.Option(min=0.0, help="Of rows without state: adagrad, rowwise_adagrad, ftrl.")
+        float, typer.Option(min=0.0, max=1e30, help="Of rows without state: adagrad, rowwise_adagrad, ftrl.")
     ] = 0.1,
     arm: Annotated[str, typer.Option(help="Arm of the job, if it has arms.")] = "main",
     as_json: JsonOption = False,
@@ -236,7 +252,7 @@ def import_(
     Everything is checked before anything is written.
     """
     console = Console(stderr=as_json)
-    with errors_to_exit_status(console):
+    with _errors_to_exit_status(console):
         from embedding_server.spec import OptimizerSpec
         from trainer.import_tables import ImportRequest, import_tables
 

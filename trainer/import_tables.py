@@ -7,6 +7,7 @@ not come so far.
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from embedding_server.errors import InvalidInput
 from embedding_server.snapshot_build import NewTable, sort_by_bucket, write_part
 from embedding_server.spec import OptimizerSpec, TableSpec
 from trainer.interchange import FileFormat, TableFile, check_table, open_tables
+from trainer.job import NAME
 from trainer.snapshot_list import size_of_tree
 from trainer.snapshot_lock import LOCK_FILE, alone_in
 from trainer.snapshots import (
@@ -58,8 +60,12 @@ class ImportRequest:
 
 def import_tables(request: ImportRequest) -> Imported:
     """InvalidInput, naming file and rule, with nothing written; OSError, with nothing left behind."""
-    if not request.job:
-        raise InvalidInput("the job has no name; name the one that will train on with --job")
+    for option, name in (("--job", request.job), ("--arm", request.arm)):
+        if not re.fullmatch(NAME, name):
+            raise InvalidInput(
+                f"{option} {name[:120]!a}: no job can be called so; begin with a letter or a digit, then letters,"
+                " digits, '.', '_' and '-', 100 in all at most"
+            )
     with open_tables(request.files, request.kind, request.tables, request.optimizer.kind) as found:
         tables = [_new_table(table, request) for table in found]
         with _empty_job(job_folder(request.uri, request.job, request.arm)) as folder:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from services.cli import app
@@ -117,3 +117,28 @@ def test_a_file_to_import_that_is_wrong_is_status_2(runner, tmp_path):
     words = ["--format", "safetensors", "--table", "t", "--snapshot-uri", str(tmp_path / "uri"), "--job", "j"]
     result = runner.invoke(app, ["ckpt", "import", str(tmp_path / "t"), *words])
     assert result.exit_code == 2 and "pickle or torch.save" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "job@arm", "\udcff", "x" * 101])
+def test_a_job_that_can_have_no_such_name_is_refused(runner, tmp_path, name: str):
+    save_file({"row_ids": np.arange(2), "weights": np.zeros((2, 4), np.float32)}, tmp_path / "t")
+    words = ["ckpt", "import", str(tmp_path / "t"), "--format", "safetensors", "--table", "t"]
+    words += ["--snapshot-uri", str(tmp_path / "uri")]
+    for option, other in (("--job", "--arm"), ("--arm", "--job")):
+        result = runner.invoke(app, [*words, option, name, other, "j"])
+        assert result.exit_code == 2 and f"{option} " in result.stderr, result.output
+    assert not (tmp_path / "uri").exists()
+    result = runner.invoke(app, [*words, "--job", "j", "--initial-accumulator", "inf"])
+    assert result.exit_code == 2 and not (tmp_path / "uri").exists()
+
+
+def test_what_the_file_system_refuses_is_a_line_and_no_trace(runner, cut, tmp_path):
+    words = ["ckpt", "export", str(cut), str(tmp_path / ("x" * 255)), "--table", "item", "--format"]
+    for more in (["safetensors"], ["parquet"], ["torchrec", "--drop-outside", "--num-embeddings", str(2**48)]):
+        result = runner.invoke(app, [*words, *more])
+        assert result.exit_code == 1 and result.stderr.startswith("error: "), result.output
+    words[3] = str(tmp_path / "out")
+    for too_many in (2**48, 2**100):
+        result = runner.invoke(app, [*words, "torchrec", "--drop-outside", "--num-embeddings", str(too_many)])
+        assert result.exit_code in (1, 2) and not isinstance(result.exception, OverflowError), result.output
+    assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []

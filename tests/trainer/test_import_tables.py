@@ -231,7 +231,7 @@ def test_requests_that_do_not_fit_are_refused(table_file, tmp_path):
         run([table_file, table_file], "safetensors", uri, ["a", "a"])
     with pytest.raises(InvalidInput, match="has dim 8, not --dim 16"):
         run([table_file], "safetensors", uri, dim=16)
-    with pytest.raises(InvalidInput, match="the job has no name"):
+    with pytest.raises(InvalidInput, match="--job .*no job can be called so"):
         run([table_file], "safetensors", uri, job="")
     assert not uri.exists()
 
