@@ -30,7 +30,7 @@ from trainer.job import Job, steps_of
 from trainer.resume import Snapshot
 from trainer.run_log import RunLog
 from trainer.snapshot_gc import keep_newest
-from trainer.snapshot_lock import in_use
+from trainer.snapshot_lock import in_use, only_training
 from trainer.snapshots import (
     CutName,
     Manifest,
@@ -93,11 +93,13 @@ class Cuts:
         self._last_step = template.run_step  # that has a cut
         self._writing: _Writing | None = None  # worker 0 alone
         self._in_use = ExitStack()
+        self._is_only_one = True  # or it was said that it is not
         self.counts = CutCounts()
 
     def __enter__(self) -> Cuts:
         if self._group.is_first:
             self._in_use.enter_context(in_use(self._folder))  # `frostline ckpt gc` leaves the folder alone
+            self._is_only_one = self._in_use.enter_context(only_training(self._folder))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -178,6 +180,12 @@ class Cuts:
 
     def report(self, log: RunLog) -> None:
         """Says what became of a cut that is not being written any more. Cheap: once a step is fine."""
+        if not self._is_only_one:
+            self._is_only_one = True
+            log.event(
+                f"another training takes snapshots in {self._folder}, and each removes what the other is writing; end"
+                " one of them, or give it another name or snapshots.uri"
+            )
         writing = self._writing
         if writing is None or writing.is_alive():
             return

@@ -2,9 +2,11 @@
 
     with in_use(folder): ...        a training that takes cuts there, or a reader; many may; waits for who is alone
     with alone_in(folder): ...      gc, import; InvalidInput while anybody else works there
+    with only_training(folder) as is_only: ...      a training; whether no other one takes cuts there
 
-The lock is flock(2) of JOB/in-use.lock and ends with the process that holds it. It holds between machines where the
-file system carries flock (local ones; NFS from Linux 2.6.12 on). gc has a rule of age besides.
+The locks are flock(2) of JOB/in-use.lock, and of JOB/training.lock for trainings among themselves; they end with the
+process that holds them. They hold between machines where the file system carries flock (local ones; NFS from Linux
+2.6.12 on). gc has a rule of age besides.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 from embedding_server.errors import InvalidInput
 
 LOCK_FILE = "in-use.lock"
+TRAINING_LOCK_FILE = "training.lock"
 
 
 @contextmanager
@@ -52,8 +55,22 @@ def alone_in(folder: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _open(folder: Path) -> int:
-    return os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+@contextmanager
+def only_training(folder: Path) -> Iterator[bool]:
+    """True where it cannot be told (a read-only folder, a file system without locks)."""
+    try:
+        fd = _open(folder, TRAINING_LOCK_FILE)
+    except OSError:
+        yield True
+        return
+    try:
+        yield _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(fd)
+
+
+def _open(folder: Path, name: str = LOCK_FILE) -> int:
+    return os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def _lock(fd: int, how: int) -> bool:

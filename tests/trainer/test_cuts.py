@@ -15,6 +15,7 @@ from trainer.group import Group
 from trainer.job import Job, make_job
 from trainer.loop import run_worker
 from trainer.report import ArmSummary
+from trainer.snapshot_lock import only_training
 from trainer.snapshots import CutName, cuts_in, is_complete, job_folder, read_manifest
 
 
@@ -132,6 +133,18 @@ def test_a_run_that_does_not_resume_leaves_the_snapshots_before_it_alone(tmp_pat
     newest = job_folder(tmp_path, "cutting") / CutName(1, 20).folder
     assert notes == [f"snapshots of an earlier run stay, the newest in {newest}; --resume would have gone on from it"]
     assert cuts_in(job_folder(tmp_path, "cutting")) == [CutName(e, s) for e in (1, 2) for s in (10, 20)]
+
+
+def test_two_trainings_in_one_folder_are_told_of_each_other(tmp_path: Path) -> None:
+    job = job_of(tmp_path, trainer={"max_steps": 20})
+    folder = job_folder(tmp_path, "cutting")
+    folder.mkdir()
+    with only_training(folder) as is_only:
+        assert is_only
+        _, notes = run(job, PlayedCuts(), tmp_path / "run")
+    assert len([note for note in notes if f"another training takes snapshots in {folder}" in note]) == 1
+    _, notes = run(job, PlayedCuts(), tmp_path / "run")
+    assert not [note for note in notes if "another training" in note]
 
 
 class Refuses(PlayedCuts):
