@@ -18,7 +18,7 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from embedding_server.errors import InvalidInput
+from embedding_server.errors import InvalidInput, SegmentCorrupt
 from embedding_server.snapshot_format import ShardRecord
 from embedding_server.store import EmbeddingStore, EpochInfo, Identity
 from trainer.data.batch import Reader
@@ -31,7 +31,9 @@ from trainer.run_log import RunLog
 from trainer.snapshots import (
     DENSE_FILE,
     Manifest,
+    check_files,
     cuts_in,
+    is_complete,
     job_folder,
     newest_complete,
     no_snapshot,
@@ -69,13 +71,21 @@ class Snapshot:
 
 
 def find_snapshot(job: Job, arm: str) -> Path:
-    """The newest complete cut of a job's arm. InvalidInput, naming the folder, if there is none."""
+    """The newest complete cut of a job's arm. InvalidInput, naming the folder, if there is none; SegmentCorrupt if it
+    lacks a file, with the cut before it: what a run goes on from is for its owner to decide."""
     if job.snapshots is None:
         raise InvalidInput("the job has no section `snapshots`, so it left none to resume from; add snapshots.uri")
     folder = job_folder(job.snapshots.uri, job.name, arm)
     found = newest_complete(folder)
     if found is None:
         raise no_snapshot(folder, job.name, arm)
+    try:
+        check_files(found)
+    except SegmentCorrupt as error:
+        others = [folder / cut.folder for cut in cuts_in(folder) if is_complete(folder / cut.folder)]
+        before = others[others.index(found) - 1] if found != others[0] else None
+        then = f"--resume then goes on from {before}" if before else "there is no other"
+        raise SegmentCorrupt(f"{error}; or move {found} away: {then}", error.path) from None
     return found
 
 

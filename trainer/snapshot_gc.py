@@ -18,7 +18,7 @@ from embedding_server.segment_file import PARTIAL_SUFFIX
 from embedding_server.snapshot_format import OBJECTS, segment_object
 from trainer.snapshot_list import newest_change, size_of_tree
 from trainer.snapshot_lock import alone_in
-from trainer.snapshots import CutName, cuts_in, digests_in, is_complete, read_manifest, remove_cut
+from trainer.snapshots import CutName, check_files, cuts_in, digests_in, is_complete, read_manifest, remove_cut
 
 
 def keep_newest(folder: Path, keep: int, run: str | None, epoch: int) -> list[CutName]:
@@ -117,7 +117,7 @@ def _old_cuts(folder: Path, keep: int, min_age_s: float) -> tuple[list[CutName],
                 notes.append(f"{cut.folder} may still be written: something in it is less than {min_age_s:g} s old")
             continue
         try:
-            read_manifest(path)
+            check_files(path)  # a snapshot that lacks a file must not cost one that is whole
             complete.append(cut)
         except SegmentCorrupt as error:
             notes.append(f"{cut.folder} stays for whoever looks into it: {error}")

@@ -17,6 +17,7 @@ from embedding_server.snapshot_rows import PartTable
 from trainer.snapshots import (
     CutName,
     Manifest,
+    check_files,
     cuts_in,
     is_complete,
     newest_complete,
@@ -93,6 +94,7 @@ def _snapshot(folder: Path, cut: CutName) -> SnapshotFigures:
     if not is_complete(path):
         return SnapshotFigures(str(path), "incomplete", cut.step, cut.epoch, size)
     try:
+        check_files(path)
         manifest, parts = open_snapshot(path)
         tables: dict[str, TableFigures] = {}
         segments: dict[str, int] = {}

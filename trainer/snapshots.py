@@ -32,12 +32,16 @@ from embedding_server.segment_file import PARTIAL_SUFFIX, sync_fd, sync_folder, 
 from embedding_server.snapshot_file import corrupt, open_regular
 from embedding_server.snapshot_format import (
     MANIFEST,
+    OBJECTS,
     RECORD,
     ShardRecord,
     cut_folder,
+    frozen_file,
+    hot_file,
     part_folder,
     read_model,
     read_shard_record,
+    segment_object,
     write_sealed_json,
 )
 from embedding_server.store import UpdateMode
@@ -224,6 +228,26 @@ def digests_in(cut: Path) -> set[str]:
     """Of the segment files that a cut names. SegmentCorrupt if it is not complete, or damaged."""
     records = read_records(cut, read_manifest(cut))
     return {segment.digest for record in records for table in record.tables for segment in table.segments}
+
+
+def check_files(cut: Path) -> None:
+    """SegmentCorrupt, naming the file, unless every file that a cut needs is there, of its size. Reads JSON alone."""
+    manifest = read_manifest(cut)
+    sizes = {cut / entry.name: entry.size_bytes for entry in manifest.dense}
+    for part, record in enumerate(read_records(cut, manifest)):
+        folder = record_path(cut, part, len(manifest.shards)).parent
+        for number, table in enumerate(record.tables):
+            sizes[folder / hot_file(number)] = table.hot.size_bytes
+            sizes[folder / frozen_file(number)] = table.frozen.size_bytes
+            for segment in table.segments:
+                sizes[cut.parent / OBJECTS / segment_object(segment.digest)] = segment.size_bytes
+    for path, size_bytes in sizes.items():
+        try:
+            found = path.lstat().st_size
+        except OSError as error:
+            raise corrupt(path, f"cannot be read ({error.strerror})") from None
+        if found != size_bytes:
+            raise corrupt(path, f"has {found} bytes, not {size_bytes}")
 
 
 def remove_cut(cut: Path) -> None:

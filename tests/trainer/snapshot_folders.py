@@ -5,20 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from embedding_server.snapshot_format import OBJECTS, ShardRecord, part_folder, segment_object, write_sealed_json
+from embedding_server.snapshot_format import (
+    OBJECTS,
+    ShardRecord,
+    frozen_file,
+    hot_file,
+    part_folder,
+    segment_object,
+    write_sealed_json,
+)
 from embedding_server.spec import TableSpec
 
 
 def write_part(
     cut: Path, part: int, num_parts: int, job: str, step: int, epoch: int, digests: list[str], **spec: Any
 ) -> None:
-    """One shard's folder with a table `f` of no rows, whose segments have these digests and lie in objects/."""
+    """One shard's folder with a table `f` of no rows, whose segments have these digests and lie in objects/.
+    Files have the size that shard.json says, and nothing in them."""
     folder = cut / part_folder(part, num_parts)
     folder.mkdir(parents=True)
     objects = cut.parent / OBJECTS
     objects.mkdir(exist_ok=True)
     for digest in digests:
-        (objects / segment_object(digest)).touch()
+        (objects / segment_object(digest)).write_bytes(b"s")
+    for name in (hot_file(0), frozen_file(0)):
+        (folder / name).touch()
     file = {"size_bytes": 0, "crc32": 0}
     table = {
         "spec": TableSpec(**{"name": "f", "dim": 4, **spec}).model_dump(mode="json"),

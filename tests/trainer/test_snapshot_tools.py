@@ -379,6 +379,24 @@ def test_gc_removes_no_segments_beside_a_damaged_snapshot(job):
     assert any("stays for whoever looks into it" in note for note in removal.notes)
 
 
+@pytest.mark.parametrize("lost", ["shard-0-of-1/shard.json", "shard-0-of-1/table-0-hot.safetensors", "segment"])
+def test_a_snapshot_that_lacks_a_file_costs_none_that_is_whole(job, lost: str):
+    newest = job / CutName(2, 5).folder
+    (job / OBJECTS / f"{C}.segment" if lost == "segment" else newest / lost).unlink()
+    removal = collect(job, 1, 0.0)
+    assert removal.removed == [CutName(1, 10).folder]
+    assert sorted(removal.kept) == [CutName(2, 5).folder, CutName(1, 20).folder]
+    assert any("stays for whoever looks into it" in note for note in removal.notes)
+    assert f"{B}.segment" in names((job / OBJECTS).iterdir())
+
+
+def test_ls_says_that_a_segment_is_missing(cut):
+    lost = objects_in(cut)[0]
+    lost.unlink()
+    (job,) = list_jobs(cut.parent)
+    assert job.snapshots[0].status == "damaged" and str(lost) in (job.snapshots[0].what or "")
+
+
 def test_a_snapshot_that_gc_removes_is_never_whole_in_name_only(job, monkeypatch):
     """The manifest goes first: whoever looks on the way sees garbage."""
     seen = []

@@ -172,6 +172,19 @@ def test_where_there_is_no_snapshot_the_folder_is_named(tmp_path: Path) -> None:
         find_snapshot(make_job({**raw, "snapshots": None}), "main")
 
 
+def test_where_the_newest_snapshot_lacks_a_file_the_one_before_is_named(tmp_path: Path) -> None:
+    job = make_job({"name": "j", "data": {"reader": "synthetic"}, "snapshots": {"uri": str(tmp_path)}})
+    before, newest = (write_cut(job_folder(tmp_path, "j"), step, 1) for step in (100, 200))
+    assert find_snapshot(job, "main") == newest
+    lost = newest / "shard-0-of-1" / "table-0-hot.safetensors"
+    lost.unlink()
+    with pytest.raises(SegmentCorrupt, match=rf"{lost}.*move {newest} away: --resume then goes on from {before}"):
+        find_snapshot(job, "main")
+    (before / "manifest.json").unlink()
+    with pytest.raises(SegmentCorrupt, match=rf"move {newest} away: there is no other"):
+        find_snapshot(job, "main")
+
+
 def test_a_section_that_would_never_take_a_cut_is_refused(tmp_path: Path) -> None:
     raw = {"name": "j", "data": {"reader": "synthetic"}, "snapshots": {"uri": str(tmp_path), "on_finish": False}}
     with pytest.raises(InvalidInput, match=r"snapshots: every_samples is not given.*set every_samples"):
