@@ -12,6 +12,7 @@ Thread safety: none; the thread that owns the shard calls.
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
@@ -98,7 +99,11 @@ class Restore:
             raise
         except OSError as error:
             self.abandon()
-            raise InvalidInput(f"restore from {self.folder}: {error}; name a snapshot that is whole") from error
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                what = "the shard's data_dir has no room for the snapshot's frozen rows: free some, or name another"
+            else:
+                what = "name a snapshot that is whole"
+            raise InvalidInput(f"restore from {self.folder}: {error}; {what}") from error
         except BaseException:
             self.abandon()
             raise

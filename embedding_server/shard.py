@@ -17,8 +17,6 @@ Invariants:
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
@@ -63,6 +61,7 @@ from embedding_server.store import (
 )
 from embedding_server.table import Table
 from embedding_server.table_threads import TableThreads
+from embedding_server.temporary_folder import TemporaryFolder
 
 __all__ = ["Shard", "ShardGradients"]
 
@@ -96,7 +95,10 @@ class Shard:
             raise InvalidInput(f"buckets has shape {list(self.buckets.shape)}; it must have {NUM_BUCKETS} entries")
         self._backend = choose_backend(backend)
         self._writer = writer
-        self._temporary = data_dir is None
+        self._temporary: TemporaryFolder | None = None
+        if data_dir is None:
+            self._temporary = TemporaryFolder()
+            data_dir = self._temporary.path
         self.data_dir = _made_folder(data_dir)
         self._budget = MemoryBudget(memory_limit_bytes)
         self._tables: dict[str, Table] = {}
@@ -422,12 +424,10 @@ class Shard:
         self._tables.clear()
         self._threads.close()
         if self._temporary:
-            shutil.rmtree(self.data_dir, ignore_errors=True)
+            self._temporary.remove()
 
 
-def _made_folder(data_dir: Path | None) -> Path:
-    if data_dir is None:
-        return Path(tempfile.mkdtemp(prefix="frostline-"))
+def _made_folder(data_dir: Path) -> Path:
     try:
         Path(data_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
