@@ -17,6 +17,8 @@ Invariants:
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
@@ -100,6 +102,7 @@ class Shard:
             self._temporary = TemporaryFolder()
             data_dir = self._temporary.path
         self.data_dir = _made_folder(data_dir)
+        self._lock = _locked(self.data_dir)
         self._budget = MemoryBudget(memory_limit_bytes)
         self._tables: dict[str, Table] = {}
         self._jobs = JobBook(None if self._temporary else self.data_dir)
@@ -423,6 +426,9 @@ class Shard:
             table.close()
         self._tables.clear()
         self._threads.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
         if self._temporary:
             self._temporary.remove()
 
@@ -433,3 +439,22 @@ def _made_folder(data_dir: Path) -> Path:
     except OSError as error:
         raise InvalidInput(f"data_dir={data_dir}: {error}; name a folder that can be made there") from None
     return Path(data_dir)
+
+
+def _locked(data_dir: Path) -> int:
+    """A descriptor whose lock ends with this process; -1 where there are no locks. InvalidInput if a shard of another
+    process has it: each would write over the other's segment files."""
+    try:
+        fd = os.open(data_dir / "shard.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return -1
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        os.close(fd)
+        raise InvalidInput(
+            f"data_dir={data_dir}: a shard of another process uses it; name a folder of its own"
+        ) from None
+    except OSError:
+        pass
+    return fd

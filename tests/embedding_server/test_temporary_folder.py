@@ -1,4 +1,4 @@
-"""A shard's temporary folder goes with it, or with the next one if it was killed."""
+"""The folders of shards: a temporary one goes though its process was killed; one of its own belongs to one process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from embedding_server.errors import InvalidInput
+from embedding_server.shard import Shard
 from embedding_server.temporary_folder import TemporaryFolder
 
 
@@ -44,3 +46,18 @@ def test_that_of_a_process_that_was_killed_goes_with_the_next_and_one_in_use_sta
     assert sorted(tmp.iterdir()) == sorted([first.path, second.path, tmp / "frostline-other"])
     first.remove()
     second.remove()
+
+
+def test_a_data_dir_belongs_to_one_process(tmp: Path) -> None:
+    folder = tmp / "data"
+    code = (
+        "import time; from pathlib import Path; from embedding_server.shard import Shard\n"
+        f"shard = Shard(data_dir=Path({str(folder)!r})); print('ready', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        with pytest.raises(InvalidInput, match="a shard of another process uses it"):
+            Shard(data_dir=folder)
+        process.kill()
+    Shard(data_dir=folder).close()
+    Shard(data_dir=folder).close()
