@@ -23,7 +23,7 @@ from types import TracebackType
 
 from embedding_server.errors import InvalidInput, StoreUnavailable
 
-START_TIMEOUT_S = 180.0  # a first start on a machine compiles the kernels
+START_TIMEOUT_S = 600.0  # a first start on a machine compiles the kernels: half a minute, four on one that is busy
 STOP_TIMEOUT_S = 10.0
 _LOG_TAIL_CHARS = 2000
 

@@ -223,6 +223,6 @@ def _workers(arms: Mapping[str, Job], folder: Path, say: Say) -> Iterator[RayGro
     if not remote:
         yield None
         return
-    say("starting Ray; the first run on a machine compiles kernels in workers and shards, up to a minute")
+    say("starting Ray; the first run on a machine compiles kernels in workers and shards: a minute, more if it is busy")
     with ray_group(remote[0].trainer.workers, folder / "ray") as group:
         yield group
