@@ -63,7 +63,7 @@ tune-check: $(SETUP) ## holds estimate and tune to their promises on the quality
 	@echo "tune-check: python -m benchmarks.tune_check $(ARGS)"
 	@$(BIN)/python -m benchmarks.tune_check $(ARGS)
 
-quality: $(SETUP) ## measures what each policy saves and costs in AUC (about an hour on 2 cores; goes on where it stopped)
+quality: $(SETUP) ## measures what each policy saves and costs in AUC (half an hour on 2 idle cores; goes on where it stopped)
 	@echo "quality: python -m benchmarks.quality $(ARGS)"
 	@$(BIN)/python -m benchmarks.quality $(ARGS)
 

@@ -18,7 +18,7 @@ from embedding_server.ranking import enters_hot
 if TYPE_CHECKING:
     from embedding_server.table import Table
 
-_NUM_BUCKETS = 64
+NUM_WAITING_BUCKETS = 64
 _BYTES_PER_ID = 19
 _MAX_HALVINGS = 32
 _PURGE_ABOVE = 0.5  # share of admitted IDs from which the index is built anew without them
@@ -30,7 +30,7 @@ class VisitCounts:
     """Visits of IDs that have no row yet. The index's location field holds the count. Not thread safe."""
 
     def __init__(self) -> None:
-        self._index = Index(_NUM_BUCKETS)
+        self._index = Index(NUM_WAITING_BUCKETS)
         self._admitted = 0
 
     @property
@@ -59,12 +59,30 @@ class VisitCounts:
         So a stream of IDs that come once cannot fill the memory, and IDs that come again are counted on.
         """
         for _ in range(_MAX_HALVINGS):
-            if not len(self) or (len(self._index) + arriving) * _BYTES_PER_ID <= limit_bytes:
+            if not self.must_halve(limit_bytes, arriving):
                 return
-            entries = self._index.scan(0, _NUM_BUCKETS)
+            entries = self._index.scan(0, NUM_WAITING_BUCKETS)
             halved = entries.locations // 2
-            self._index, self._admitted = Index(_NUM_BUCKETS), 0
+            self._index, self._admitted = Index(NUM_WAITING_BUCKETS), 0
             self._index.insert(entries.row_ids[halved > 0], halved[halved > 0])
+
+    def must_halve(self, limit_bytes: int, arriving: int) -> bool:
+        """`fit` would change counts."""
+        return bool(len(self)) and (len(self._index) + arriving) * _BYTES_PER_ID > limit_bytes
+
+    def counts_of(self, row_ids: np.ndarray) -> np.ndarray:
+        """uint32[n]: visits so far, 0 for IDs that have a row."""
+        return self._index.locate(row_ids)[1]
+
+    def scan(self, bucket: int) -> tuple[np.ndarray, np.ndarray]:
+        """row_ids int64[n] and counts uint32[n] of one of NUM_WAITING_BUCKETS buckets, without IDs that have a row."""
+        entries = self._index.scan(bucket, bucket + 1)
+        waiting = entries.locations != 0
+        return entries.row_ids[waiting], entries.locations[waiting]
+
+    def restore(self, row_ids: np.ndarray, counts: np.ndarray) -> bool:
+        """Adds IDs of a cut; False if one of them is here already."""
+        return self._index.insert(row_ids, counts)[2] == row_ids.shape[0]
 
     def forget(self, row_ids: np.ndarray) -> None:
         """These IDs have a row now."""
@@ -76,9 +94,9 @@ class VisitCounts:
             self._purge()
 
     def _purge(self) -> None:
-        entries = self._index.scan(0, _NUM_BUCKETS)
+        entries = self._index.scan(0, NUM_WAITING_BUCKETS)
         waiting = entries.locations != 0
-        self._index, self._admitted = Index(_NUM_BUCKETS), 0
+        self._index, self._admitted = Index(NUM_WAITING_BUCKETS), 0
         self._index.insert(entries.row_ids[waiting], entries.locations[waiting])
 
 
@@ -88,7 +106,10 @@ def admit(table: Table, row_ids: np.ndarray, first_visit: np.ndarray, step: int)
     row_ids int64[n] have none and are distinct; first_visit bool[n]: no earlier Pull of the step named it.
     """
     if table.waiting is not None:
-        table.waiting.fit(table.budget.limit_bytes // _WAITING_SHARE, row_ids.shape[0])
+        limit = table.budget.limit_bytes // _WAITING_SHARE
+        if table.cut is not None:
+            table.cut.preserve_waiting(row_ids, halves=table.waiting.must_halve(limit, row_ids.shape[0]))
+        table.waiting.fit(limit, row_ids.shape[0])
         row_ids = row_ids[table.waiting.visit(row_ids, first_visit) >= table.spec.policy.min_count]
     above = enters_hot(table, row_ids, step)
     slots = take_slots(table, int(above.sum()), step, entry_bytes=_ENTRY_COST)

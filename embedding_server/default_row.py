@@ -1,7 +1,7 @@
 """The default row of a table: what row_ids below min_count read and train together, a replica of it on every shard.
 
 Invariant: it changes only through `apply`, which every shard calls with the same numbers in the same order (pushes.py),
-so the replicas stay equal bit for bit.
+and `restore`, so the replicas stay equal bit for bit.
 """
 
 from __future__ import annotations
@@ -34,6 +34,14 @@ class DefaultRow:
             self._row.scale(_SLOT, np.full(1, self._decay.factor(learning_rate), np.float32), step)
         rows = np.ascontiguousarray(gradient[None, :], np.float32)
         self._row.apply(_SLOT, rows, _SLOT, "float32", scale, learning_rate, step)
+
+    def read_state(self) -> np.ndarray:
+        """float32[1, C], a copy."""
+        return self._row.read(_SLOT)[1]
+
+    def restore(self, weights: np.ndarray, state: np.ndarray) -> None:
+        """float32[1, D] and float32[1, C], of a cut."""
+        self._row.write(_SLOT, weights, state)
 
     def close(self) -> None:
         self._row.close()

@@ -40,6 +40,7 @@ def freeze(table: Table, entries: Entries, step: int) -> tuple[int, int]:
     """
     if not can_freeze_now(table, entries.row_ids.shape[0]):
         return 0, 0
+    table.preserve(entries.row_ids)  # not at a thaw: those who thaw rows have named them before
     bits = np.zeros(entries.row_ids.shape[0], np.uint8)
     for start in range(0, bits.shape[0], _ROWS_AT_ONCE):
         part = slice(start, start + _ROWS_AT_ONCE)

@@ -93,6 +93,12 @@ class HotPath:
         self._any_half = self._any_half or table.spec.policy.hot_bits == 16
         self._constants = np.concatenate([self._constants, kernel_constants(table.spec.optimizer)[None]])
 
+    def replace(self, table: Table) -> None:
+        """A new table, of the spec of one that was added, takes its place."""
+        name = table.spec.name
+        self._tables[name] = table
+        self._directory[self._numbers[name]] = table.directory_row()
+
     def pull(
         self, ids: Mapping[str, np.ndarray], step: int, wire_dtype: WireDtype, buffers: ReplyBuffers | None = None
     ) -> dict[str, Rows]:
@@ -121,6 +127,8 @@ class HotPath:
         return self._place(ids, *self._look(ids))
 
     def _visit(self, ids: Mapping[str, np.ndarray], step: int) -> tuple[_Request, dict[int, _Cold]]:
+        for name, row_ids in ids.items():
+            self._tables[name].preserve(row_ids)
         request = self._find(ids, step)
         left: dict[int, _Cold] = {}
         generations = [table.generation for table in request.tables]
@@ -157,6 +165,7 @@ class HotPath:
             distinct = _without_repeats(update)
             if slots is None or distinct is not update:
                 update = distinct
+                update.table.preserve(update.row_ids)  # a Pull that is remembered has done it
                 slots, not_hot = update.table.find_slots(update.row_ids)
                 ignored += not_hot
             total += slots.shape[0]

@@ -85,6 +85,11 @@ class HotRows(ABC):
     def read(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(weights float32[n, D], state float32[n, C]), copies."""
 
+    def read_stored(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As `read`, weights as they are stored: with hot_bits 16 float16."""
+        weights, state = self.read(slots)
+        return (weights.astype(np.float16) if self.hot_bits == 16 else weights), state
+
     @abstractmethod
     def write(self, slots: np.ndarray, weights: np.ndarray, state: np.ndarray) -> None:
         """The opposite of `read`."""
@@ -124,6 +129,11 @@ class ReservedHotRows(HotRows):
         every = np.arange(len(slots), dtype=np.int32)  # the kernel fetches ahead: 2 to 3 times as fast as an index
         cpu.gather(self._weights.array, np.ascontiguousarray(slots, np.int32), weights, every, MODES["float32"])
         return weights, self._state.array[slots]
+
+    def read_stored(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if self.hot_bits == 32:
+            return self.read(slots)
+        return self._weights.array[slots].view(np.float16), self._state.array[slots]
 
     def write(self, slots: np.ndarray, weights: np.ndarray, state: np.ndarray) -> None:
         self._write_weights(slots, weights)

@@ -212,6 +212,38 @@ def _bump_heat(entry_addresses, counted, now, step, log_table):
             entry[0].heat = bump(entry[0].heat, now, entry[0].row_id, step, log_table)
 
 
+@kernel(void(_I64_IN, array(uint16)))
+def _heat_of(entry_addresses, out):
+    for i in range(entry_addresses.shape[0]):
+        out[i] = entries_at(entry_addresses[i], 1)[0].heat if entry_addresses[i] != 0 else np.uint16(0)
+
+
+@kernel(void(_I64_IN, view(uint16)))
+def _set_heat(entry_addresses, heat):
+    for i in range(entry_addresses.shape[0]):
+        entries_at(entry_addresses[i], 1)[0].heat = heat[i]
+
+
+@kernel(int64(_I64, _I64, _I64_IN, int64, _I64))
+def _absent_from(addresses, capacities, row_ids, first, out_row_ids):
+    n = 0
+    num_buckets = np.uint64(addresses.shape[0])
+    for i in range(row_ids.shape[0]):
+        if i + _AHEAD < row_ids.shape[0]:
+            ask_for(addresses, capacities, row_ids[i + _AHEAD], num_buckets)
+        h = hash_row_id(row_ids[i])
+        b = bucket_of(h, num_buckets)
+        if b < first:
+            continue
+        found = False
+        if capacities[b] > 0:
+            _, found = probe(addresses[b], capacities[b], h, row_ids[i])
+        if not found:
+            out_row_ids[n] = row_ids[i]
+            n += 1
+    return n
+
+
 @kernel(int64(_I64, _I64, int64, int64, _I64, _I64, _U32, array(uint16)))
 def _scan(addresses, capacities, first, last, out_row_ids, out_entries, out_locations, out_heat):
     n = 0
@@ -349,6 +381,11 @@ class Index:
         used = _insert(self._addresses, self._capacities, self._counts, row_ids, locations, entries, out)
         return entries, out, used
 
+    def reserve(self, rows: int) -> None:
+        """Room for so many rows of any buckets in an index without entries, so that it does not grow step by step."""
+        for bucket in range(self.num_buckets if rows else 0):
+            self._resize(bucket, -(-rows // self.num_buckets))
+
     def remove(self, row_ids: np.ndarray, entry_addresses: np.ndarray) -> None:
         """Removes entries, each given once, and gives memory back. Invalidates entry addresses obtained earlier."""
         touched = np.zeros(self.num_buckets, np.bool_)
@@ -368,6 +405,21 @@ class Index:
     ) -> None:
         """One visit for each entry with counted[i]; address 0 is skipped."""
         _bump_heat(entry_addresses, counted, now, step, log_table)
+
+    def heat_of(self, entry_addresses: np.ndarray) -> np.ndarray:
+        """int64[n] -> heat codes uint16[n], 0 for address 0."""
+        out = np.empty(entry_addresses.shape[0], np.uint16)
+        _heat_of(entry_addresses, out)
+        return out
+
+    def set_heat(self, entry_addresses: np.ndarray, heat: np.ndarray) -> None:
+        """heat uint16[n]; no address is 0."""
+        _set_heat(entry_addresses, heat)
+
+    def absent_from(self, row_ids: np.ndarray, first_bucket: int) -> np.ndarray:
+        """Those of row_ids int64[n] in buckets from first_bucket on that have no entry, in order."""
+        out = np.empty(row_ids.shape[0], np.int64)
+        return out[: _absent_from(self._addresses, self._capacities, row_ids, first_bucket, out)]
 
     def lower_heat(self, by: int) -> None:
         _lower_heat(self._addresses, self._capacities, by)

@@ -19,6 +19,7 @@ from embedding_server.shard import Shard, ShardGradients
 from embedding_server.spec import TableSpec
 from embedding_server.store import (
     NUM_BUCKETS,
+    CutProgress,
     EmbeddingStore,
     EpochInfo,
     Frostline,
@@ -42,6 +43,8 @@ T = TypeVar("T")
 _MAINTAIN_EVERY = 32  # steps
 _MAX_SLICES = 10_000
 _PAUSE_S = 0.0002  # between slices of a hint
+#: between two slices of a cut: as long as a slice, so that calls that wait for the lock get half of the time
+_CUT_PAUSE_S = 0.002
 
 
 class InprocStore(EmbeddingStore):
@@ -61,7 +64,7 @@ class InprocStore(EmbeddingStore):
         """timeout_s bounds the wait for other workers, after which StoreUnavailable says who is missing.
 
         threads: that share the tables of a call. writes_in_background: False writes segments within the call that finds
-        them full, so that the bytes at a step do not depend on timing.
+        them full, and a cut within begin_cut, so that the bytes at a step do not depend on timing.
         """
         self.wire_dtype = wire_dtype
         self.num_shards = 1
@@ -81,6 +84,8 @@ class InprocStore(EmbeddingStore):
         self._hint: Future[None] | None = None  # the last one
         self._is_closed = False
         self._wire = WireStats()
+        self._cut_thread = ThreadPoolExecutor(1, thread_name_prefix="cut")
+        self._cut: Future[None] | None = None  # what that thread does; None: no cut is being written
 
     def create_tables(self, specs: Sequence[TableSpec]) -> None:
         with self._lock:
@@ -90,10 +95,12 @@ class InprocStore(EmbeddingStore):
         with self._lock:
             return self._shard.table_specs()
 
-    def begin_epoch(self, job: str, num_workers: int, mode: UpdateMode, epoch: int | None = None) -> EpochInfo:
+    def begin_epoch(
+        self, job: str, num_workers: int, mode: UpdateMode, epoch: int | None = None, *, will_restore: bool = False
+    ) -> EpochInfo:
         with self._lock:
             wanted = self._shard.current_epoch(job).epoch + 1 if epoch is None else epoch
-            return self._shard.begin_epoch(job, num_workers, mode, wanted)
+            return self._shard.begin_epoch(job, num_workers, mode, wanted, will_restore)
 
     def pull(self, who: Identity, step: int, ids: Mapping[str, RoutedIds]) -> dict[str, Rows]:
         with self._lock:
@@ -123,7 +130,8 @@ class InprocStore(EmbeddingStore):
         with self._lock:
             future = self._shard.push(who, step, parts, push_dtype(self.wire_dtype))
             self._count_push(gradients)
-            if step % _MAINTAIN_EVERY == 0:  # thawed rows leave dead ones behind also without re-selections
+            # thawed rows leave dead ones behind also without re-selections; a cut has a thread of its own
+            if step % _MAINTAIN_EVERY == 0 and self._cut is None:
                 self._maintain()
         return self._wait(future, f"Push of step {step}")
 
@@ -150,6 +158,46 @@ class InprocStore(EmbeddingStore):
                     total[name] = total.get(name, Moves()) + m
             self._maintain()
         return total
+
+    def begin_cut(self, who: Identity, step: int, folder: str) -> None:
+        with self._lock:
+            while not self._shard.begin_cut(who, step, Path(folder).absolute(), 0, 1):
+                pass  # an earlier cut is finished first
+            error = self._shard.cut_progress(who).error
+            if error is not None:
+                raise StoreUnavailable(
+                    f"the cut of step {step} cannot begin in {folder}: {error}; free or repair the disk"
+                )
+            if self._writer is None:
+                while self._shard.is_cutting:
+                    self._shard.maintain()
+            elif self._cut is None or self._cut.done():
+                self._cut = self._cut_thread.submit(self._write_cut)
+
+    def _write_cut(self) -> None:
+        """Until no cut is under way, slice by slice between the calls of others."""
+        while True:
+            with self._lock:
+                if self._is_closed or not self._shard.is_cutting:
+                    self._cut = None  # within the lock: the next begin_cut needs a thread again
+                    return
+                self._shard.maintain()
+            time.sleep(_CUT_PAUSE_S)
+
+    def cut_progress(self, who: Identity) -> list[CutProgress]:
+        with self._lock:
+            if self._cut is not None and self._cut.done():
+                self._cut.result()  # raises what ended the thread, or the cut would never be done
+            return [self._shard.cut_progress(who)]
+
+    def abandon_cut(self, who: Identity) -> None:
+        with self._lock:
+            self._shard.abandon_cut(who)
+
+    def restore(self, who: Identity, folder: str) -> None:
+        with self._lock:
+            while not self._shard.restore(who, Path(folder).absolute()):
+                pass
 
     def _maintain(self) -> None:
         self._shard.settle(SETTLED_IN_A_STEP_BYTES)
@@ -200,6 +248,7 @@ class InprocStore(EmbeddingStore):
             self._is_closed = True
             self._shard.close()
         self._hints.shutdown(cancel_futures=True)
+        self._cut_thread.shutdown()
         if self._writer is not None:
             self._writer.shutdown()
 

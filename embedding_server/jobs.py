@@ -36,11 +36,11 @@ class Job:
     defaults: dict[int, dict[int, dict[str, ShardGradients]]] = field(default_factory=dict)
     waiting_pulls: list[tuple[int, Callable[[], None], Future[Any]]] = field(default_factory=list)
 
-    def begin(self, num_workers: int, mode: UpdateMode, epoch: int) -> None:
+    def begin(self, num_workers: int, mode: UpdateMode, epoch: int, will_restore: bool) -> None:
         """What steps.check_begin allowed."""
-        if num_workers != self.steps.num_workers:
+        if num_workers != self.steps.num_workers or will_restore:
             self.defaults.clear()
-        self.steps.begin(num_workers, mode, epoch)
+        self.steps.begin(num_workers, mode, epoch, will_restore)
         fenced = [future for push in self.staged.values() for future in push.waiting]
         fenced += [future for _, _, future in self.waiting_pulls]
         self.staged.clear()
@@ -95,7 +95,27 @@ class JobBook:
             self._jobs[name].steps.epoch = epoch
 
     def job_of(self, who: Identity) -> Job:
-        """NotReady without an epoch; FencedEpoch or InvalidInput unless `who` is a worker of the running one."""
+        """NotReady without an epoch, or before the restore that it began for; FencedEpoch or InvalidInput unless `who`
+        is a worker of the running one."""
+        job = self._of_running_epoch(who)
+        if job.steps.is_awaiting_restore:
+            raise NotReady(
+                f"job {who.job!r}: epoch {who.epoch} began with will_restore, and no restore is done yet; call Restore,"
+                " or begin an epoch without it"
+            )
+        return job
+
+    def job_to_restore(self, who: Identity) -> Job:
+        """As job_of, but NotReady unless the epoch began for a restore that is not done yet."""
+        job = self._of_running_epoch(who)
+        if not job.steps.is_awaiting_restore:
+            raise NotReady(
+                f"job {who.job!r}: epoch {who.epoch} takes no restore, or has had it; call BeginEpoch with"
+                " will_restore, then Restore before the first Pull"
+            )
+        return job
+
+    def _of_running_epoch(self, who: Identity) -> Job:
         job = self._jobs.get(who.job)
         if job is None or not job.steps.num_workers:
             raise NotReady(f"job {who.job!r}: no epoch has begun on this shard; call BeginEpoch first")
@@ -106,14 +126,16 @@ class JobBook:
         """The job's epoch here and the last step applied in full; epoch 0 if the job is unknown."""
         return self._jobs[name].steps.info() if name in self._jobs else EpochInfo(0, 0)
 
-    def begin_epoch(self, name: str, num_workers: int, mode: UpdateMode, epoch: int) -> EpochInfo:
+    def begin_epoch(
+        self, name: str, num_workers: int, mode: UpdateMode, epoch: int, will_restore: bool = False
+    ) -> EpochInfo:
         """Fences every earlier epoch of the job: what was staged is dropped, who waits gets FencedEpoch."""
         job = self._jobs.get(name) or Job(JobSteps(name))
-        job.steps.check_begin(num_workers, mode, epoch)
+        job.steps.check_begin(num_workers, mode, epoch, will_restore)
         if self._folder is not None:
             save_epochs(self._folder, {**{known: j.steps.epoch for known, j in self._jobs.items()}, name: epoch})
         self._jobs[name] = job
-        job.begin(num_workers, mode, epoch)
+        job.begin(num_workers, mode, epoch, will_restore)
         return job.steps.info()
 
 

@@ -67,8 +67,10 @@ class SegmentRows:
         self._item_bytes[Part.ROWS, slot] = builder.format.row_bytes
 
     def set_file(self, slot: int, segment: MappedSegment) -> None:
-        """The slot's rows, those of its builder up to now, lie in this file."""
+        """The slot's rows lie in this file: those of its builder up to now, or of a cut."""
         arrays = segment.arrays
+        self._bits[slot] = segment.format.bits
+        self._item_bytes[Part.ROWS, slot] = segment.format.row_bytes
         parts = (arrays.row_ids, arrays.rows, arrays.accumulators, arrays.visits)
         self._bases[:, slot] = [part.ctypes.data for part in parts]
         self._maps[slot] = segment.address

@@ -133,9 +133,7 @@ class SegmentWriter:
         return write.builder, mapped
 
     def _start(self, builder: SegmentBuilder, executor: Executor | None) -> _Write:
-        path = self.directory / f"{self._prefix}-{self._next_file:08d}.safetensors"
-        self._next_file += 1
-        arguments = (path, builder.format, builder.frozen_step, builder.arrays())
+        arguments = (self.new_path(), builder.format, builder.frozen_step, builder.arrays())
         if executor is not None:
             return _Write(builder, executor.submit(_write_and_map, *arguments))
         done: Future[MappedSegment] = Future()
@@ -154,6 +152,12 @@ class SegmentWriter:
             )
         self._retry_s = min(LAST_RETRY_S, 2 * self._retry_s) if self.is_failing else FIRST_RETRY_S
         self._retry_at = self._clock() + self._retry_s
+
+    def new_path(self) -> Path:
+        """A name that no file of the table has had in this process."""
+        path = self.directory / f"{self._prefix}-{self._next_file:08d}.safetensors"
+        self._next_file += 1
+        return path
 
     def unlink(self, path: Path) -> None:
         """Deletes a file that nothing reads any more; an event if that fails."""

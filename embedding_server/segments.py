@@ -33,7 +33,7 @@ import numpy as np
 
 from embedding_server.errors import Overloaded, SegmentCorrupt
 from embedding_server.kernels import locations as kernels
-from embedding_server.kernels.locations import MAX_SLOTS
+from embedding_server.kernels.locations import MAX_SLOTS, SLOT_SHIFT
 from embedding_server.segment_builder import (
     MAX_SEGMENT_BYTES,
     Parts,
@@ -96,28 +96,35 @@ class SegmentSet:
         returns. small_bytes: of the rows that stay in memory at most, by format; 0: every sealed segment gets a file.
         on_event takes lines for people, from the calling thread.
         """
-        #: by bits; the first is what most rows take
-        self.formats = {b: SegmentFormat(table_name, b, dim, num_buckets) for b in ((4, 8) if bits == 4 else (bits,))}
-        self._table, self._bits, self._num_buckets = table_name, bits, num_buckets
-        self._capacity = {b: capacity_rows(fmt, segment_bytes) for b, fmt in self.formats.items()}
-        # Two small ones always fit one segment.
-        self._small_rows = {
-            b: min(small_bytes // f.unit_bytes, self._capacity[b] // 2) for b, f in self.formats.items()
-        }
+        self._table, self._bits, self._dim, self._num_buckets = table_name, bits, dim, num_buckets
+        self._segment_bytes, self._small_bytes = segment_bytes, small_bytes
+        self.formats: dict[int, SegmentFormat] = {}  #: by bits; the first is what most rows take
+        self._capacity: dict[int, int] = {}
+        self._small: dict[int, list[SegmentBuilder]] = {}  # sealed, packed, by bits
+        self._small_rows: dict[int, int] = {}
+        for wanted in (4, 8) if bits == 4 else (bits,):
+            self._add_format(wanted)
         self._builders: dict[int, SegmentBuilder] = {}
         self._mapped: dict[int, MappedSegment] = {}
         self._rows = np.zeros(MAX_SLOTS, np.int64)
         self._dead = np.zeros(MAX_SLOTS, np.int64)
         self._bytes: tuple[int, int] | None = None  # in memory and in files; None: to be summed up
         self._damaged: set[int] = set()  # slots of files that a merge could not read
+        self._cold: set[int] = set()  # slots of files with accumulators of another optimizer
+        self._is_held = False
         self._reader = SegmentRows(dim)
         self._growing: dict[int, SegmentBuilder] = {}  # by bits
-        self._small: dict[int, list[SegmentBuilder]] = {b: [] for b in self.formats}  # sealed, packed, by bits
         self._spare: dict[int, Parts] = {}  # by bits: maps without memory for the next builder
         self._frozen_step = 0
         self._writer = SegmentWriter(Path(directory), table_name, executor=executor, on_event=on_event, clock=clock)
         self._merge: Merge | None = None
         self._on_event = on_event
+
+    def _add_format(self, bits: int) -> None:
+        fmt = self.formats[bits] = SegmentFormat(self._table, bits, self._dim, self._num_buckets)
+        self._capacity[bits], self._small[bits] = capacity_rows(fmt, self._segment_bytes), []
+        # Two small ones always fit one segment.
+        self._small_rows[bits] = min(self._small_bytes // fmt.unit_bytes, self._capacity[bits] // 2)
 
     # Freezing -------------------------------------------------------------------------------------------------------
 
@@ -240,11 +247,18 @@ class SegmentSet:
 
     def read_all(self, locations: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Locations uint32[n] -> float32[n, D], encoded accumulators uint8[n], visits uint8[n]: what a thaw needs."""
-        return self._reader.read_all(locations)
+        rows, accumulators, visits = self._reader.read_all(locations)
+        return rows, self._without_cold(locations, accumulators), visits
 
     def accumulators_of(self, locations: np.ndarray) -> np.ndarray:
         """Locations uint32[n] -> uint8[n]: encoded accumulators."""
-        return self._reader.bytes_of(locations, Part.ACCUMULATORS)
+        return self._without_cold(locations, self._reader.bytes_of(locations, Part.ACCUMULATORS))
+
+    def _without_cold(self, locations: np.ndarray, accumulators: np.ndarray) -> np.ndarray:
+        if self._cold:
+            slots = (locations >> np.uint32(SLOT_SHIFT)) & np.uint32(MAX_SLOTS - 1)
+            accumulators[np.isin(slots, list(self._cold))] = 0
+        return accumulators
 
     def visits_of(self, locations: np.ndarray) -> np.ndarray:
         """Locations uint32[n] -> uint8[n]: visits when the row froze, up to 255."""
@@ -261,6 +275,56 @@ class SegmentSet:
     def mark_dead(self, locations: np.ndarray) -> None:
         """These rows are no longer needed (thawed, or forgotten). Once for each location, after reading it."""
         kernels.count_slots(locations, self._dead)
+
+    # Cuts and restores (cut.py, restore.py) -------------------------------------------------------------------------
+
+    def hold(self) -> list[int]:
+        """Until `release`, every location stays what it is: no segment is united, merged or dropped.
+
+        What grows is sealed, a merge under way ends with what it has copied. Returns the slots with live rows.
+        """
+        self.seal()
+        if self._merge is not None:
+            self._end_merge()
+        self._is_held = True
+        return np.flatnonzero(self._rows > self._dead).tolist()
+
+    def release(self) -> None:
+        self._is_held = False
+
+    def stage_of(self, slot: int) -> MappedSegment | SegmentBuilder:
+        """The file of a segment, or the buffer that it still is in."""
+        return self._mapped[slot] if slot in self._mapped else self._builders[slot]
+
+    def awaits_file(self, slot: int) -> bool:
+        """write_pending will make a file of it: it is neither small nor written yet."""
+        return slot in self._builders and not any(b.slot == slot for of_bits in self._small.values() for b in of_bits)
+
+    def is_cold(self, slot: int) -> bool:
+        """Its file has accumulators of another optimizer than the table's, which no thaw takes."""
+        return slot in self._cold
+
+    def new_path(self) -> Path:
+        """For a file that `adopt` will get."""
+        return self._writer.new_path()
+
+    def adopt(self, segment: MappedSegment, *, is_cold: bool) -> int:
+        """Takes a file of this table over, under a path of new_path; returns its slot. All its rows count as live.
+
+        is_cold: as the property. Overloaded if the slots are used up; the file is the caller's then.
+        """
+        if not self._free_slots:
+            raise Overloaded(f"table {self._table!r}: {MAX_SLOTS - 1} segments are in use; use more shards", 1000)
+        slot = next(s for s in range(MAX_SLOTS) if s not in self._builders and s not in self._mapped)
+        bits = segment.format.bits
+        if bits not in self.formats:  # the table's frozen_bits were others
+            self._add_format(bits)
+        self._mapped[slot] = segment
+        self._rows[slot], self._dead[slot], self._bytes = segment.num_rows, 0, None
+        if is_cold:
+            self._cold.add(slot)
+        self._reader.set_file(slot, segment)
+        return slot
 
     # Figures --------------------------------------------------------------------------------------------------------
 
@@ -333,6 +397,8 @@ class SegmentSet:
         All dead rows, not from a fifth on as with files, so that bytes of small tables depend on rows alone.
         """
         found = False
+        if self._is_held:
+            return found
         for bits, small in self._small.items():
             is_united = len(small) <= 1 and not any(self._dead[builder.slot] for builder in small)
             if not is_united and len(self._builders) + len(self._mapped) < MAX_SLOTS:
@@ -374,6 +440,10 @@ class SegmentSet:
             self._bytes = None
         return dropped or finished is not None or (could_step and not self._writer.is_failing)
 
+    def wait_for_write(self) -> None:
+        """Until the write under way, if any, is done."""
+        self._writer.wait()
+
     @property
     def is_crowded(self) -> bool:
         """Background work has fallen behind: segments pile up, and without slots nothing can freeze."""
@@ -411,7 +481,7 @@ class SegmentSet:
         """Returns when every sealed segment is written, small ones too, or a write fails: for a caller who needs the
         memory now."""
         for small in self._small.values():
-            while small:
+            while small and not self._is_held:  # a cut takes them as they are
                 self._writer.enqueue(small.pop(0))
         while self.write_pending(here=True) or self._writer.wait():
             pass
@@ -420,7 +490,7 @@ class SegmentSet:
 
     def needs_merge(self) -> bool:
         """merge_slice has something to do. No merge starts while segments wait to be written, which bounds memory."""
-        return self._merge is not None or self._plan_merge().shape[0] > 0
+        return not self._is_held and (self._merge is not None or self._plan_merge().shape[0] > 0)
 
     def merge_slice(self, is_live: IsLive, moved: Moved) -> bool:
         """Copies the next rows (at most SLICE_ROWS) of the merge under way, or starts the merge that is due.
@@ -515,7 +585,7 @@ class SegmentSet:
     def _drop_dead(self) -> bool:
         """Drops a segment without a live row, unless something still works on it. True if there was one."""
         dead = np.flatnonzero((self._rows > 0) & (self._dead >= self._rows)).tolist()
-        if not dead:
+        if not dead or self._is_held:
             return False
         busy = {builder.slot for builder in (*self._growing.values(), self._writer.writing) if builder is not None}
         if self._merge is not None:
@@ -531,6 +601,7 @@ class SegmentSet:
         self._rows[slot] = self._dead[slot] = 0
         self._bytes = None
         self._damaged.discard(slot)
+        self._cold.discard(slot)
         self._reader.clear(slot)
         builder = self._builders.pop(slot, None)
         if builder is not None:

@@ -3,10 +3,11 @@
 Every method must be called by one thread at a time (the server's executor thread, or under InprocStore's lock); each
 returns within milliseconds. Calls that must wait for other workers return a future that a later call completes.
 
-The core knows no clock, no network and no threads; files are written only for segments and the epochs.
+The core knows no clock, no network and no threads; files are written only for segments, cuts and the epochs.
 
-State: the tables (table.py), the book of jobs (jobs.py), and within an Advance how far it is (advance.py). What else a
-Shard is made of keeps no rows and no steps: request_checks.py refuses, hot_path.py and pushes.py act.
+State: the tables (table.py), the book of jobs (jobs.py), and how far an Advance, a cut or a restore is (advance.py,
+cut.py, restore.py). What else a Shard is made of keeps no rows and no steps: request_checks.py refuses, hot_path.py and
+pushes.py act.
 
 Invariants:
 1. A call that raises, or whose future holds an error, has changed nothing.
@@ -16,8 +17,8 @@ Invariants:
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+import fcntl
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
@@ -29,7 +30,8 @@ import numpy as np
 
 from embedding_server import cold_path
 from embedding_server.advance import Advances
-from embedding_server.errors import InvalidInput
+from embedding_server.cut import Cut, CutRequest
+from embedding_server.errors import InvalidInput, NotReady
 from embedding_server.gradients import ShardGradients
 from embedding_server.heap import release_free_heap
 from embedding_server.hot_limit import give_back_others
@@ -38,11 +40,13 @@ from embedding_server.jobs import JobBook
 from embedding_server.kernels import choose_backend
 from embedding_server.pushes import Pushes
 from embedding_server.request_checks import RequestChecks, check_parts, check_wire_dtype
+from embedding_server.restore import Restore
 from embedding_server.segments import SETTLED_IN_A_REPORT_BYTES
 from embedding_server.slots import MemoryBudget
 from embedding_server.spec import TableSpec
 from embedding_server.store import (
     NUM_BUCKETS,
+    CutProgress,
     EpochInfo,
     Frostline,
     HeatHistogram,
@@ -59,12 +63,14 @@ from embedding_server.store import (
 )
 from embedding_server.table import Table
 from embedding_server.table_threads import TableThreads
+from embedding_server.temporary_folder import TemporaryFolder
 
 __all__ = ["Shard", "ShardGradients"]
 
 T = TypeVar("T")
 
 MAX_EVENTS = 100
+_CUT_SLICES = 16  # in a call of an Advance, each of 1 to 2 ms
 _MOVES_BETWEEN_RELEASES = 1 << 18  # fewer leave little behind, and what is released must be faulted in again
 
 
@@ -91,8 +97,12 @@ class Shard:
             raise InvalidInput(f"buckets has shape {list(self.buckets.shape)}; it must have {NUM_BUCKETS} entries")
         self._backend = choose_backend(backend)
         self._writer = writer
-        self._temporary = data_dir is None
+        self._temporary: TemporaryFolder | None = None
+        if data_dir is None:
+            self._temporary = TemporaryFolder()
+            data_dir = self._temporary.path
         self.data_dir = _made_folder(data_dir)
+        self._lock = _locked(self.data_dir)
         self._budget = MemoryBudget(memory_limit_bytes)
         self._tables: dict[str, Table] = {}
         self._jobs = JobBook(None if self._temporary else self.data_dir)
@@ -102,6 +112,9 @@ class Shard:
         self._checks = RequestChecks(self._tables, self.buckets)
         self._pushes = Pushes(self._tables, self._rows, self._checks, self._events.append)
         self._advances = Advances(self._tables)
+        self._cut: Cut | None = None  # the last one that began
+        self._cuts: dict[str, Cut] = {}  # the last one of each job
+        self._restores: dict[str, Restore] = {}  # under way, by job
         self._moves_at_release = 0  # rows frozen, thawed, forgotten before the last release_free_heap
 
     @property
@@ -114,17 +127,28 @@ class Shard:
     def create_tables(self, specs: Sequence[TableSpec]) -> None:
         """All or none: what is wrong with a spec is found before anything is created."""
         for spec in self._checks.new_specs(specs):
-            table = self._tables[spec.name] = Table(
-                spec,
-                backend=self._backend,
-                data_dir=self.data_dir,
-                budget=self._budget,
-                buckets=self.buckets,
-                on_event=self._events.append,
-                writer=self._writer,
-                ask_others=partial(give_back_others, self._tables),
-            )
+            table = self._tables[spec.name] = self._new_table(spec)
             self._rows.add(table)
+
+    def _new_table(self, spec: TableSpec) -> Table:
+        return Table(
+            spec,
+            backend=self._backend,
+            data_dir=self.data_dir,
+            budget=self._budget,
+            buckets=self.buckets,
+            on_event=self._events.append,
+            writer=self._writer,
+            ask_others=partial(give_back_others, self._tables),
+        )
+
+    def _renew(self, name: str) -> Table:
+        """An empty table in the place of one, whose rows and files go."""
+        spec = self._tables[name].spec
+        self._tables[name].close()
+        table = self._tables[name] = self._new_table(spec)
+        self._rows.replace(table)
+        return table
 
     def table_specs(self) -> dict[str, TableSpec]:
         return {name: table.spec for name, table in self._tables.items()}
@@ -135,10 +159,19 @@ class Shard:
         """The job's epoch here and the last step applied in full; epoch 0 if the job is unknown."""
         return self._jobs.current_epoch(job)
 
-    def begin_epoch(self, job: str, num_workers: int, mode: UpdateMode, epoch: int) -> EpochInfo:
-        """Fences every earlier epoch of the job: what was staged is dropped, who waits gets FencedEpoch."""
-        info = self._jobs.begin_epoch(job, num_workers, mode, epoch)
+    def begin_epoch(
+        self, job: str, num_workers: int, mode: UpdateMode, epoch: int, will_restore: bool = False
+    ) -> EpochInfo:
+        """Fences every earlier epoch of the job: what was staged is dropped, who waits gets FencedEpoch.
+
+        will_restore: nothing is taken before a restore is done.
+        """
+        info = self._jobs.begin_epoch(job, num_workers, mode, epoch, will_restore)
         self._advances.abandon(job)
+        if job in self._cuts:
+            self._cuts[job].abandon()
+        if job in self._restores:
+            self._restores.pop(job).abandon()
         return info
 
     # Pull -------------------------------------------------------------------------------------------------------------
@@ -235,15 +268,88 @@ class Shard:
         self._check_barrier(who, step)
         for name, frostline in frostlines.items():
             self._checks.frostline(who.job, name, frostline)
+        if not self._is_free_of_cuts():
+            return {}, False
         return self._advances.reselect(who.job, step, frostlines)
 
     def end_data_pass(self, who: Identity, step: int) -> tuple[dict[str, Moves], bool]:
         """One slice of forgetting what is rare (epoch_end: forget_rare), as reselect."""
         self._check_barrier(who, step)
+        if not self._is_free_of_cuts():
+            return {}, False
         return self._advances.end_data_pass(who.job, step)
 
     def _check_barrier(self, who: Identity, step: int) -> None:
         self._jobs.job_of(who).steps.check_barrier(step)
+
+    def _is_free_of_cuts(self) -> bool:
+        """No table is kept by a cut any more; else that was a bounded part of what the cut has to do first."""
+        if self._cut is None:
+            return True
+        return not all(self._cut.slice_tables() for _ in range(_CUT_SLICES))
+
+    # Cut and restore ------------------------------------------------------------------------------------------------
+
+    def begin_cut(self, who: Identity, step: int, folder: Path, part: int, num_parts: int) -> bool:
+        """Begins to write the job's tables as they are after `step`, as part `part` of `folder` (cut.py); `maintain`
+        does the work. False: another cut is still being written; call again.
+
+        What goes wrong with the files is told by cut_progress, not here. A repeat of the last call does nothing, unless
+        that cut failed or was abandoned: then it begins anew.
+        """
+        self._check_barrier(who, step)
+        request = CutRequest(who, step, folder, part, num_parts)
+        request.check()
+        last = self._cuts.get(who.job)
+        if last is not None and last.request == request and last.progress().error is None:
+            return True
+        if self._cut is not None and self._cut.is_under_way:
+            if not self._cut.slice():
+                self._cut.wait()
+            return False
+        self._advances.abandon(who.job)
+        tables = {name: table for name, table in self._tables.items() if table.job in (None, who.job)}
+        self._cut = self._cuts[who.job] = Cut(request, tables, self.buckets, self._writer, self._events.append)
+        return True
+
+    def cut_progress(self, who: Identity) -> CutProgress:
+        """Of the last cut that this epoch of the job began. NotReady if there is none."""
+        self._jobs.job_of(who)
+        cut = self._cuts.get(who.job)
+        if cut is None or cut.request.who.epoch != who.epoch:
+            raise NotReady(f"job {who.job!r}: epoch {who.epoch} has begun no cut on this shard; call begin_cut first")
+        return cut.progress()
+
+    def abandon_cut(self, who: Identity) -> None:
+        """Ends the job's cut that is being written, if there is one, and removes its files."""
+        self._jobs.job_of(who)
+        if who.job in self._cuts:
+            self._cuts[who.job].abandon()
+
+    @property
+    def is_cutting(self) -> bool:
+        """A cut is being written: maintain has work of it, unless it waits for the writer."""
+        return self._cut is not None and self._cut.is_under_way
+
+    def restore(self, who: Identity, folder: Path) -> bool:
+        """One slice of filling the job's tables from the cut in `folder` (restore.py). True: the job is at the cut's
+        step. Call again with the same arguments until then."""
+        job = self._jobs.job_to_restore(who)
+        restore = self._restores.get(who.job)
+        if restore is not None and restore.folder != folder:
+            restore.abandon()
+            restore = None
+        if restore is None:
+            self._advances.abandon(who.job)
+            restore = Restore(folder, job, self._tables, self.buckets, self._renew, self._events.append)
+            self._restores[who.job] = restore
+        done = True
+        try:
+            done = restore.advance()
+        finally:
+            if done:
+                del self._restores[who.job]
+        return done
 
     # Look-up, statistics, background ----------------------------------------------------------------------------------
 
@@ -268,12 +374,16 @@ class Shard:
 
     def settle(self, max_bytes: int = SETTLED_IN_A_REPORT_BYTES) -> None:
         """Finishes the background work on the segments of every table that has no more than max_bytes of it."""
+        if self.is_cutting:  # it holds the segments; how far their files are is nothing to wait for then
+            return
         for table in self._tables.values():
             table.settle_segments(max_bytes)
 
     @property
     def is_being_written(self) -> bool:
         """The writer has work of this shard: maintain has more to do once it is done."""
+        if self._cut is not None and self._cut.is_waiting:
+            return True
         return any(table.segments.is_being_written for table in self._tables.values())
 
     def stats(self) -> StoreStats:
@@ -295,7 +405,10 @@ class Shard:
         return self._advances.mask_slice(first_bucket)
 
     def maintain(self) -> bool:
-        """One slice of background work of some table: compaction, segment files, merges. True if more is waiting."""
+        """One slice of background work: of a cut, or of some table (compaction, segment files, merges). True if more is
+        waiting."""
+        if self._cut is not None and self._cut.slice():
+            return True
         if any(table.maintain() for table in self._tables.values()):
             return True
         moves = sum(table.moves_frozen + table.moves_thawed + table.moves_forgotten for table in self._tables.values())
@@ -305,19 +418,43 @@ class Shard:
         return False
 
     def close(self) -> None:
+        if self._cut is not None:
+            self._cut.abandon()
+        for restore in self._restores.values():
+            restore.abandon()
         for table in self._tables.values():
             table.close()
         self._tables.clear()
         self._threads.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
         if self._temporary:
-            shutil.rmtree(self.data_dir, ignore_errors=True)
+            self._temporary.remove()
 
 
-def _made_folder(data_dir: Path | None) -> Path:
-    if data_dir is None:
-        return Path(tempfile.mkdtemp(prefix="frostline-"))
+def _made_folder(data_dir: Path) -> Path:
     try:
         Path(data_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidInput(f"data_dir={data_dir}: {error}; name a folder that can be made there") from None
     return Path(data_dir)
+
+
+def _locked(data_dir: Path) -> int:
+    """A descriptor whose lock ends with this process; -1 where there are no locks. InvalidInput if a shard of another
+    process has it: each would write over the other's segment files."""
+    try:
+        fd = os.open(data_dir / "shard.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return -1
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        os.close(fd)
+        raise InvalidInput(
+            f"data_dir={data_dir}: a shard of another process uses it; name a folder of its own"
+        ) from None
+    except OSError:
+        pass
+    return fd

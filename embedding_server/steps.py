@@ -11,6 +11,7 @@ Rules (seq = step, steps count from 1):
   push of s-2 is applied, so staleness is one step and a visit is counted once whatever the number of workers.
 - A new epoch drops what was staged and not applied, and keeps `applied`: a push that was applied before the workers
   died is a repeat when they send it again.
+- An epoch that begins with `will_restore` takes nothing before a restore is done, which sets `applied` to its step.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class JobSteps:
         self.mode: UpdateMode = "sync"
         self.applied: list[int] = []
         self.pulled: list[int] = []
+        self.is_awaiting_restore = False
         self._pull_parts: dict[int, tuple[int, set[int]]] = {}  # by worker: num_parts, parts that ran
 
     @property
@@ -39,8 +41,11 @@ class JobSteps:
     def info(self) -> EpochInfo:
         return EpochInfo(self.epoch, self.last_step)
 
-    def check_begin(self, num_workers: int, mode: UpdateMode, epoch: int) -> None:
-        """FencedEpoch unless epoch rises; NotReady if workers or mode change while a step is applied for some only."""
+    def check_begin(self, num_workers: int, mode: UpdateMode, epoch: int, will_restore: bool) -> None:
+        """FencedEpoch unless epoch rises; NotReady if workers or mode change while a step is applied for some only.
+
+        That is fine if a restore follows: it undoes the step.
+        """
         if epoch <= self.epoch:
             raise FencedEpoch(
                 f"job {self.job!r}: epoch {epoch} must be above the current epoch {self.epoch};"
@@ -52,19 +57,29 @@ class JobSteps:
         if mode not in ("sync", "pipelined"):
             raise InvalidInput(f"job {self.job!r}: mode={mode!r} must be 'sync' or 'pipelined'")
         is_torn = bool(self.applied) and max(self.applied) != self.last_step
-        if is_torn and (num_workers, mode) != (self.num_workers, self.mode):
+        if is_torn and not will_restore and (num_workers, mode) != (self.num_workers, self.mode):
             raise NotReady(
                 f"job {self.job!r}: {self.num_workers} workers in mode {self.mode!r} cannot become {num_workers} in"
                 f" mode {mode!r} while step {max(self.applied)} is applied for some workers only; finish the step first"
             )
 
-    def begin(self, num_workers: int, mode: UpdateMode, epoch: int) -> None:
+    def begin(self, num_workers: int, mode: UpdateMode, epoch: int, will_restore: bool) -> None:
         """What check_begin allowed."""
         if num_workers != self.num_workers:
             self.applied = [self.last_step] * num_workers
         self.epoch, self.num_workers, self.mode = epoch, num_workers, mode
         self.pulled = list(self.applied)  # what was applied was pulled: pulling it again is a repeat
         self._pull_parts.clear()
+        self.is_awaiting_restore = will_restore
+
+    def begin_restore(self) -> None:
+        """The rows are gone, so no step is applied any more."""
+        self.applied, self.pulled = [0] * self.num_workers, [0] * self.num_workers
+
+    def end_restore(self, step: int) -> None:
+        """The rows are those after `step`."""
+        self.applied, self.pulled = [step] * self.num_workers, [step] * self.num_workers
+        self.is_awaiting_restore = False
 
     def check(self, who: Identity) -> None:
         """FencedEpoch or InvalidInput unless `who` is a worker of the running epoch."""

@@ -268,6 +268,17 @@ class StoreStats:
 
 
 @dataclass(frozen=True, slots=True)
+class CutProgress:
+    """How far one shard is with the last cut that a job began on it."""
+
+    step: int
+    is_done: bool  # nothing more will be written; whole unless there is an error
+    error: str | None = None  # why the shard gave it up: its part of the folder is gone, its rows are as they were
+    bytes_written: int = 0  # of files made by this cut; linked segments cost none
+    rows: int = 0  # hot and frozen, that are in the cut so far
+
+
+@dataclass(frozen=True, slots=True)
 class WireStats:
     """Bytes of row_ids, values and flags that crossed (or would cross) the wire, and rows of gradients sent."""
 
@@ -305,11 +316,14 @@ class EmbeddingStore(ABC):
     def table_specs(self) -> dict[str, TableSpec]: ...
 
     @abstractmethod
-    def begin_epoch(self, job: str, num_workers: int, mode: UpdateMode, epoch: int | None = None) -> EpochInfo:
+    def begin_epoch(
+        self, job: str, num_workers: int, mode: UpdateMode, epoch: int | None = None, *, will_restore: bool = False
+    ) -> EpochInfo:
         """Starts the worker group anew and fences every earlier epoch on every shard before it returns.
 
         epoch None: the largest epoch that any shard acknowledged, plus one. Called once, by rank 0; the other workers
-        learn the epoch from it. Pushes staged but not applied are dropped.
+        learn the epoch from it. Pushes staged but not applied are dropped, and so is a cut that is being written.
+        will_restore: `restore` follows, so shards may stand at different steps, or within one. NotReady without it.
         """
 
     @abstractmethod
@@ -356,6 +370,37 @@ class EmbeddingStore(ABC):
         Those are rows, hot or frozen, with fewer than forget_below visits, outside the control buckets; never under
         policy `off`. Needs step applied and no Pull of step+1 (NotReady otherwise). Other tables have no entry in the
         answer.
+        """
+
+    @abstractmethod
+    def begin_cut(self, who: Identity, step: int, folder: str) -> None:
+        """Advance: begins to write all tables of the job as they are after `step` into `folder`, and returns.
+
+        Every shard writes its part in the background, while training goes on; ask cut_progress. `folder` is a path on
+        the shards' machines, ROOT/JOB/cut-<step, 12 digits>-<epoch>; segments go to ROOT/JOB/objects. Needs step
+        applied and no Pull of step+1 (NotReady otherwise). If one shard cannot begin, the others abandon the cut, and
+        the error names it: StoreUnavailable if it cannot write there, InvalidInput if it must not or the folder has a
+        whole snapshot. The same cut may be begun again after an error.
+        """
+
+    @abstractmethod
+    def cut_progress(self, who: Identity) -> list[CutProgress]:
+        """Of every shard, in order, with the last cut that this epoch began. NotReady if it has begun none."""
+
+    @abstractmethod
+    def abandon_cut(self, who: Identity) -> None:
+        """Ends a cut that is being written and removes its files, as when one shard reports an error. At any step.
+
+        Nothing happens to a cut that is done, or without one.
+        """
+
+    @abstractmethod
+    def restore(self, who: Identity, folder: str) -> None:
+        """Replaces the rows of all tables by those of the cut in `folder`; the job goes on after the cut's step.
+
+        After create_tables and begin_epoch(will_restore=True), once; on any number of shards. InvalidInput if a table,
+        its dim or a file is not what it must be, SegmentCorrupt if a file is damaged; nothing can be pulled then. Begin
+        an epoch again before another restore; one without will_restore begins with empty tables.
         """
 
     def prefetch(self, ids: Mapping[str, RoutedIds]) -> None:  # noqa: B027 doing nothing is allowed

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -44,6 +45,9 @@ from embedding_server.spec import TableSpec
 from embedding_server.store import BAND_SHIFT, FOUND, NUM_BUCKETS, TRAINABLE, Frostline, TableStats, WireDtype
 from embedding_server.table_stats import bytes_of, stats_of
 from embedding_server.weight_decay import WeightDecay
+
+if TYPE_CHECKING:
+    from embedding_server.table_cut import TableCut
 
 _LEAST_SEGMENT_BYTES = 1 << 20
 _SMALL_SHARE = 1 / 1024  # of the memory limit, that a table's small segments of a format take at most
@@ -88,6 +92,8 @@ class Table:
         self.segments = _new_segments(spec, data_dir, budget, writer, on_event)
         self.default_row = DefaultRow(spec, self.decay)
         self.waiting = VisitCounts() if spec.policy.min_count > 1 else None  # IDs below min_count
+
+        self.cut: TableCut | None = None  # being written: it is told of rows before they change
 
         self.is_at_limit = False
         self.limit_bucket = 0  # where freeze_coldest goes on in a large table
@@ -215,6 +221,11 @@ class Table:
         """hot_limit.take_slots for rows that have an index entry."""
         return take_slots(self, n, step)
 
+    def preserve(self, row_ids: np.ndarray) -> None:
+        """Called before rows int64[n] change, come or go, except by an Advance, which waits for the cut."""
+        if self.cut is not None:
+            self.cut.preserve(row_ids)
+
     # Heat, memory, statistics ---------------------------------------------------------------------------------------
 
     def bump_heat(self, entries: np.ndarray, counted: np.ndarray, step: int) -> None:
@@ -227,6 +238,8 @@ class Table:
         self.last_step_seen = max(self.last_step_seen, step)
         times = heat.num_rebases(step, self.spec.policy.half_life_steps) - self._num_rebases
         if times > 0:
+            if self.cut is not None and self.spec.policy.kind != "off":  # nothing counts heat there
+                self.cut.write_rows()
             self.index.lower_heat(int(heat.CODES_PER_REBASE) * times)
             self._num_rebases += times
 
@@ -267,7 +280,12 @@ class Table:
 
     def catch_up(self) -> None:
         """Does the background work of segments now if it fell far behind, as it does where every step freezes some
-        rows: each time makes a small segment, and when their slots are used up nothing more can freeze."""
+        rows: each time makes a small segment, and when their slots are used up nothing more can freeze. A cut holds the
+        segments as they are, and is finished first in that case alone."""
+        if self.cut is not None:
+            if not self.segments.is_crowded:
+                return
+            self.cut.finish()
         if self._unite_scattered():
             self.record_memory()
         if self.segments.is_crowded:

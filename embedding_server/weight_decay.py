@@ -83,10 +83,25 @@ class WeightDecay:
         """int32[n] -> float32[n]: what rows of these last_steps stand for is this times their values."""
         return np.exp(self.total - self._settled.array[last_steps, 0]).astype(np.float32)
 
+    def owed(self, last_steps: np.ndarray) -> np.ndarray:
+        """int32[n] -> float64[n]: the logarithm of `pending`."""
+        return self.total - self._settled.array[last_steps, 0]
+
     def to_settle(self, last_steps: np.ndarray, step: int) -> np.ndarray:
         """int32[n] -> float32[n]: what a Pull of `step` multiplies rows of these last_steps with."""
         settled = self._settled.array
         return np.exp(settled[step, 0] - settled[last_steps, 0]).astype(np.float32)
+
+    def sums(self, step: int) -> np.ndarray:
+        """float64[step + 1]: settled[1..step], then total: what the rows of a cut at `step` owe."""
+        self.begin_step(step)
+        return np.append(self._settled.array[1 : step + 1, 0], self.total)
+
+    def restore(self, sums: np.ndarray) -> None:
+        """What `sums` gave."""
+        self._newest = sums.shape[0] - 1
+        self._settled.array[1 : self._newest + 1, 0] = sums[:-1]
+        self.total = float(sums[-1])
 
     def close(self) -> None:
         self._settled.close()

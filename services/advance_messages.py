@@ -1,4 +1,4 @@
-"""Messages of Advance and GetMaskInfo from and to the dataclasses of embedding_server.store.
+"""Messages of Advance, GetCutProgress and GetMaskInfo from and to the dataclasses of embedding_server.store.
 
 int64 arrays travel as little-endian bytes; an array that is not there is empty bytes and reads as zeros.
 """
@@ -9,7 +9,16 @@ from dataclasses import asdict
 
 import numpy as np
 
-from embedding_server.store import NUM_HEAT_BANDS, Frostline, HeatHistogram, MaskInfo, Moves, TableStats
+from embedding_server.store import (
+    NUM_HEAT_BANDS,
+    CutProgress,
+    Frostline,
+    HeatHistogram,
+    Identity,
+    MaskInfo,
+    Moves,
+    TableStats,
+)
 from frostline.v1 import embedding_pb2 as pb
 
 _STATS = tuple(TableStats.__dataclass_fields__)
@@ -21,6 +30,14 @@ def _bytes(counts: np.ndarray) -> bytes:
 
 def _counts(data: bytes, length: int | None = None) -> np.ndarray:
     return np.frombuffer(data, "<i8").astype(np.int64) if data or length is None else np.zeros(length, np.int64)
+
+
+def caller_message(who: Identity) -> pb.Caller:
+    return pb.Caller(job=who.job, epoch=who.epoch, worker=who.worker)
+
+
+def identity_of(message: pb.Caller) -> Identity:
+    return Identity(message.job, message.epoch, message.worker)
 
 
 def frostline_message(table: str, line: Frostline) -> pb.Frostline:
@@ -52,6 +69,20 @@ def moves_message(table: str, moves: Moves) -> pb.Moves:
 
 def moves_of(message: pb.Moves) -> Moves:
     return Moves(message.frozen, message.thawed, message.unfreezable, message.forgotten)
+
+
+def progress_message(progress: CutProgress) -> pb.GetCutProgressResponse:
+    return pb.GetCutProgressResponse(
+        step=progress.step,
+        done=progress.is_done,
+        error=progress.error or "",
+        bytes_written=progress.bytes_written,
+        rows=progress.rows,
+    )
+
+
+def progress_of(message: pb.GetCutProgressResponse) -> CutProgress:
+    return CutProgress(message.step, message.done, message.error or None, message.bytes_written, message.rows)
 
 
 def stats_message(table: str, stats: TableStats) -> pb.TableMaskInfo:

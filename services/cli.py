@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from services import tune_commands
+from services import ckpt_commands, tune_commands
 from services.command_options import (
     JobFile,
     JsonOption,
@@ -61,6 +61,9 @@ def train(
     arms: Annotated[
         list[str] | None, typer.Option("--arm", metavar="NAME", help="Only this arm of the job; may be repeated.")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Goes on behind the newest snapshot of each arm (section `snapshots`).")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Trains every arm of a job and compares them."""
@@ -72,14 +75,14 @@ def train(
         set_environment()
         quiet_torch()
         job = with_arms(load_job(job_file, settings or []), arms or [])
-        document, unwritten = _train(job, console)
+        document, unwritten = _train(job, console, resume)
         if as_json:
             print(json.dumps(document))
         if unwritten is not None:
             raise unwritten
 
 
-def _train(job: Job, console: Console) -> tuple[dict[str, Any], SummaryNotWritten | None]:
+def _train(job: Job, console: Console, resume: bool) -> tuple[dict[str, Any], SummaryNotWritten | None]:
     """(what --json prints, the error to end with after everything was printed)."""
     from dataclasses import asdict
 
@@ -91,7 +94,7 @@ def _train(job: Job, console: Console) -> tuple[dict[str, Any], SummaryNotWritte
     with ProgressShow(console, job.trainer.log_every_s) as show:
         unwritten = None
         try:
-            arms = run_job(job, show.update, show.say)
+            arms = run_job(job, show.update, show.say, resume)
         except SummaryNotWritten as error:
             arms, unwritten = error.arms, error
         show.say("fitting the bias-only logistic regression")
@@ -147,6 +150,13 @@ def shard(
         str | None, typer.Option(metavar="FIRST-LAST", help="Buckets to own; default: an even share by --shard-index.")
     ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of segments; default: a temporary one.")] = None,
+    snapshot_root: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder within which clients may have snapshots written and read; default: any on this machine while"
+            " --host is loopback, else none."
+        ),
+    ] = None,
     memory_limit_bytes: Annotated[
         int,
         typer.Option(parser=size_bytes, metavar="SIZE", help="Bound of this shard's memory; bytes, or like 4GiB."),
@@ -169,6 +179,7 @@ def shard(
             num_shards=num_shards,
             buckets=parse_buckets(buckets) if buckets else None,
             data_dir=data_dir,
+            snapshot_root=snapshot_root,
             memory_limit_bytes=memory_limit_bytes,
             backend=backend,
             threads=threads,
@@ -179,6 +190,7 @@ def shard(
 
 
 tune_commands.add_to(app)
+app.add_typer(ckpt_commands.app, name="ckpt")
 
 
 @app.command()

@@ -1,7 +1,8 @@
 """What the subcommands of `frostline` share: options, sizes as text, errors as exit status. Imports nothing heavy.
 
-Exit status: 0 done, 1 failed, 2 the input is wrong (a job file, an option), 3 `tune` is done and no setting keeps
-what it was asked for, 130 interrupted.
+Exit status: 0 done, 1 failed (`ckpt verify`: the snapshot is damaged; `ckpt gc`: a job in use was left alone), 2 the
+input is wrong (a job file, an option, a file to import; `ckpt verify`: there is no snapshot), 3 `tune` is done and no
+setting keeps what it was asked for, 130 interrupted.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from types import TracebackType
 
 from embedding_server.errors import InvalidInput, StoreUnavailable
 
-START_TIMEOUT_S = 180.0  # a first start on a machine compiles the kernels
+START_TIMEOUT_S = 600.0  # a first start on a machine compiles the kernels: half a minute, four on one that is busy
 STOP_TIMEOUT_S = 10.0
 _LOG_TAIL_CHARS = 2000
 
@@ -98,13 +98,15 @@ def start_shards(
     backend: str = "auto",
     threads: int = 1,
     log_dir: Path | None = None,
+    snapshot_root: Path | None = None,
     ports: Sequence[int] | None = None,
     start_timeout_s: float = START_TIMEOUT_S,
 ) -> LocalShards:
     """Starts the shards of one store and returns when all serve. Raises StoreUnavailable with a log's end otherwise.
 
     memory_limit_bytes is for all of them together. data_dir: each uses the folder shard-<index> in it; None: temporary.
-    log_dir: shard-<index>.log in it; None: a temporary folder. ports: one for each shard; None: free ones.
+    log_dir: shard-<index>.log in it; None: a temporary folder. snapshot_root: the folder within which the shards take
+    cuts; None: anywhere on this machine. ports: one for each shard; None: free ones.
     """
     if num_shards < 1:
         raise InvalidInput(f"num_shards={num_shards} must be at least 1")
@@ -118,6 +120,8 @@ def start_shards(
         command += ["--memory-limit-bytes", str(max(memory_limit_bytes // num_shards, 1 << 20))]
         command += ["--backend", backend, "--threads", str(threads)]
         command += ["--port", str(ports[index] if ports else 0)]
+        if snapshot_root is not None:
+            command += ["--snapshot-root", str(snapshot_root)]
         if data_dir is not None:
             command += ["--data-dir", str(Path(data_dir) / f"shard-{index}")]
         with open(log_path, "a") as log_file:
@@ -183,7 +187,9 @@ def _wait_for_addresses(shards: LocalShards, timeout_s: float) -> list[str]:
             line = process.stdout.readline()
             if is_late.is_set():
                 raise StoreUnavailable(
-                    f"shard {index} did not serve within {timeout_s:g} s; the end of {shards.logs[index]}:\n"
+                    f"shard {index} did not serve within {timeout_s:g} s; a first start on a machine compiles"
+                    " kernels and keeps what it has: where other programs take the cores, start again; the end of"
+                    f" {shards.logs[index]}:\n"
                     f"{shards.log_tail(index)}"
                 )
             if not line:

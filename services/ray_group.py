@@ -79,10 +79,11 @@ class RayGroup:
         folder: Path,
         show: Callable[[Progress], None],
         check: Callable[[], None],
+        resume_from: Path | None = None,
     ) -> ArmSummary:
         """Blocks until the arm is done. `check` is called meanwhile and ends the wait by raising.
 
-        Raises WorkersFailed, naming the worker and the reason.
+        resume_from: the folder of a cut, which every worker can read. Raises WorkersFailed, naming the worker and why.
         """
         config = {
             "job": resolved_json(job),
@@ -90,6 +91,7 @@ class RayGroup:
             "addresses": list(addresses),
             "folder": str(folder),
             "board": self._board,
+            "resume_from": str(resume_from) if resume_from else None,
         }
         outcome = _Outcome()
         # a thread, because fit() blocks: this one shows progress, watches the shards and takes Ctrl-C

@@ -5,7 +5,8 @@
     _former/                                                                  the same of the last run that has results
 
 A run has results from its first summary.json on. Until then those of the run before lie in _former/, whole: a run that
-fails early costs nobody anything, and nothing of theirs passes for its own. Other files in the folder are the user's.
+fails early costs nobody anything, and nothing of theirs passes for its own. A run that resumes the one before leaves
+all as it is, and each file is replaced when its arm has a new one. Other files in the folder are the user's.
 """
 
 from __future__ import annotations
@@ -32,11 +33,15 @@ class RunFolder:
         self.former = self.path / FORMER
         self._output_dir = output_dir
 
-    def begin(self, job_json: str, say: Callable[[str], None]) -> None:
-        """Makes the folder, sets results of a run before aside and writes job.json. InvalidInput if that fails."""
+    def begin(self, job_json: str, say: Callable[[str], None], resumes: bool = False) -> None:
+        """Makes the folder, sets results of a run before aside and writes job.json. InvalidInput if that fails.
+
+        resumes: this run is that one going on, so its curves and logs stay where they are.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._clear()
+            if not resumes:
+                self._clear()
             (self.path / JOB_FILE).write_text(job_json + "\n", encoding="utf-8")
         except OSError as error:
             raise InvalidInput(

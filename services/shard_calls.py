@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
 
 import numpy as np
 from google.protobuf.message import Message
@@ -21,13 +22,18 @@ from frostline.v1 import embedding_pb2 as pb
 from services.advance_messages import (
     frostline_of,
     histogram_message,
+    identity_of,
     mask_info_message,
     moves_message,
+    progress_message,
     stats_message,
 )
+from services.snapshot_paths import SnapshotPaths
 
-#: jobs whose last BeginEpoch and Advance answers are remembered
+#: (call, job) pairs whose last answer is remembered; calls: BeginEpoch, Advance, Restore
 MAX_JOBS_ANSWERED = 64
+
+M = TypeVar("M", bound=Message)
 
 UPDATE_MODES: dict[int, UpdateMode] = {pb.UPDATE_MODE_SYNC: "sync", pb.UPDATE_MODE_PIPELINED: "pipelined"}
 
@@ -50,6 +56,9 @@ class LastAnswers:
         self._answers.move_to_end((call, job))
         if len(self._answers) > MAX_JOBS_ANSWERED:
             self._answers.popitem(last=False)
+
+    def forget(self, call: str, job: str) -> None:
+        self._answers.pop((call, job), None)
 
 
 def bucket_ranges(buckets: np.ndarray) -> list[pb.BucketRange]:
@@ -105,24 +114,29 @@ def begin_epoch(
     key = (request.token, request.epoch)
     answer = answers.find("BeginEpoch", request.job, key) if request.token else None
     if answer is None:
-        info = shard.begin_epoch(request.job, request.num_workers, UPDATE_MODES[request.mode], request.epoch)
+        mode = UPDATE_MODES[request.mode]
+        info = shard.begin_epoch(request.job, request.num_workers, mode, request.epoch, request.will_restore)
         answer = pb.BeginEpochResponse(epoch=info.epoch, last_step=info.last_step)
         answers.keep("BeginEpoch", request.job, key, answer)
+        for call in ("AdvanceRequest", "RestoreRequest"):
+            answers.forget(call, request.job)  # they are fenced
     return answer
 
 
-def advance(shard: Shard, answers: LastAnswers, request: pb.AdvanceRequest) -> pb.AdvanceResponse:
+def advance(shard: Shard, answers: LastAnswers, paths: SnapshotPaths, request: pb.AdvanceRequest) -> pb.AdvanceResponse:
     action = request.WhichOneof("action")
-    who = Identity(request.caller.job, request.caller.epoch, request.caller.worker)
+    who = identity_of(request.caller)
     step = request.step
     if action == "collect_heat":
         return _collect_heat(shard, who, step, request.collect_heat.first_bucket)
     if action == "reselect":
         lines = {line.table: frostline_of(line) for line in request.reselect.frostlines}
-        return _next_slice(answers, request, lambda: shard.reselect(who, step, lines))
+        return _next_slice(answers, request, lambda: _moves_answer(*shard.reselect(who, step, lines)))
     if action == "end_data_pass":
-        return _next_slice(answers, request, lambda: shard.end_data_pass(who, step))
-    raise InvalidInput("Advance: the request has no action; set collect_heat, reselect or end_data_pass")
+        return _next_slice(answers, request, lambda: _moves_answer(*shard.end_data_pass(who, step)))
+    if action == "begin_cut":
+        return _next_slice(answers, request, lambda: _begin_cut(shard, paths, who, step, request.begin_cut))
+    raise InvalidInput("Advance: the request has no action; set collect_heat, reselect, end_data_pass or begin_cut")
 
 
 def _collect_heat(shard: Shard, who: Identity, step: int, first_bucket: int) -> pb.AdvanceResponse:
@@ -135,17 +149,48 @@ def _collect_heat(shard: Shard, who: Identity, step: int, first_bucket: int) -> 
     )
 
 
-def _next_slice(
-    answers: LastAnswers, request: pb.AdvanceRequest, work: Callable[[], tuple[dict[str, Moves], bool]]
-) -> pb.AdvanceResponse:
+def _moves_answer(moves: dict[str, Moves], done: bool) -> pb.AdvanceResponse:
+    return pb.AdvanceResponse(moves=[moves_message(name, move) for name, move in moves.items()], done=done)
+
+
+def _begin_cut(shard: Shard, paths: SnapshotPaths, who: Identity, step: int, action: pb.BeginCut) -> pb.AdvanceResponse:
+    index, count = action.shard_index, action.num_shards
+    if not 0 <= index < count <= NUM_BUCKETS:
+        raise InvalidInput(
+            f"Advance: shard_index={index} of num_shards={count}: at most {NUM_BUCKETS} shards, which count from 0"
+        )
+    return pb.AdvanceResponse(done=shard.begin_cut(who, step, paths.checked("Advance", action.folder), index, count))
+
+
+def _next_slice(answers: LastAnswers, request: pb.AdvanceRequest | pb.RestoreRequest, work: Callable[[], M]) -> M:
     """Does a slice, unless the request repeats the last one. Requests differ by the number of their slice."""
-    job, key = request.caller.job, (request.SerializeToString(deterministic=True),)
-    answer = answers.find("Advance", job, key)
-    if answer is None:
-        moves, done = work()
-        answer = pb.AdvanceResponse(moves=[moves_message(name, move) for name, move in moves.items()], done=done)
-        answers.keep("Advance", job, key, answer)
+    call, job = request.DESCRIPTOR.name, request.caller.job
+    key = (request.SerializeToString(deterministic=True),)
+    known = answers.find(call, job, key)
+    if known is not None:
+        return cast(M, known)
+    answer = work()
+    answers.keep(call, job, key, answer)
     return answer
+
+
+def cut_progress(shard: Shard, request: pb.GetCutProgressRequest) -> pb.GetCutProgressResponse:
+    return progress_message(shard.cut_progress(identity_of(request.caller)))
+
+
+def abandon_cut(shard: Shard, answers: LastAnswers, request: pb.AbandonCutRequest) -> pb.AbandonCutResponse:
+    shard.abandon_cut(identity_of(request.caller))
+    answers.forget("AdvanceRequest", request.caller.job)  # the same cut may be begun again
+    return pb.AbandonCutResponse()
+
+
+def restore(shard: Shard, answers: LastAnswers, paths: SnapshotPaths, request: pb.RestoreRequest) -> pb.RestoreResponse:
+    def work() -> pb.RestoreResponse:
+        return pb.RestoreResponse(
+            done=shard.restore(identity_of(request.caller), paths.checked("Restore", request.folder))
+        )
+
+    return _next_slice(answers, request, work)
 
 
 def mask_info(shard: Shard, request: pb.GetMaskInfoRequest) -> pb.GetMaskInfoResponse:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -181,6 +181,32 @@ def call_each(method: str, requests: Sequence[tuple[ShardChannel, bytes]]) -> It
     finally:
         for call in calls:
             call.cancel()  # no effect on those that have ended
+
+
+def call_every(method: str, requests: Sequence[tuple[ShardChannel, bytes]]) -> list[bytes | FrostlineError]:
+    """One call to each channel, all at once; replies and errors in the same order. It waits for every one of them."""
+    calls = [PendingCall(channel, method, request) for channel, request in requests]
+    outcomes: list[bytes | FrostlineError] = []
+    try:
+        for call in calls[:-1]:
+            with suppress(StoreUnavailable):  # the channel is closed: `result` says so
+                call.start()
+        for call, (channel, _) in zip(calls, requests, strict=True):
+            try:
+                outcomes.append(call.result())
+            except FrostlineError as error:
+                outcomes.append(_named(error, channel))
+    finally:
+        for call in calls:
+            call.cancel()  # no effect on those that have ended
+    return outcomes
+
+
+def _named(error: FrostlineError, channel: ShardChannel) -> FrostlineError:
+    """The same error with the shard in its message: what one shard refuses may be its own trouble."""
+    if channel.name not in str(error):
+        error.args = (f"{channel.name}: {error}", *error.args[1:])
+    return error
 
 
 def call_all(method: str, requests: Sequence[tuple[ShardChannel, bytes]]) -> list[bytes]:

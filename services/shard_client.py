@@ -22,6 +22,7 @@ from embedding_server.spec import TableSpec, differing_fields
 from embedding_server.store import (
     NUM_BUCKETS,
     WIRE_NUMPY,
+    CutProgress,
     EmbeddingStore,
     EpochInfo,
     Frostline,
@@ -41,8 +42,15 @@ from embedding_server.store import (
     push_dtype,
 )
 from frostline.v1 import embedding_pb2 as pb
-from services import tensor_codec
-from services.advance_messages import frostline_message, histogram_of, mask_info_of, moves_of, stats_of
+from services import shard_cuts, tensor_codec
+from services.advance_messages import (
+    caller_message,
+    frostline_message,
+    histogram_of,
+    mask_info_of,
+    moves_of,
+    stats_of,
+)
 from services.allocator import set_allocator
 from services.batch_checks import check_gradients, check_ids
 from services.parts import Piece, split
@@ -105,24 +113,34 @@ class RemoteStore(EmbeddingStore):
             self._specs = specs
         return dict(specs)
 
-    def begin_epoch(self, job: str, num_workers: int, mode: UpdateMode, epoch: int | None = None) -> EpochInfo:
+    def begin_epoch(
+        self, job: str, num_workers: int, mode: UpdateMode, epoch: int | None = None, *, will_restore: bool = False
+    ) -> EpochInfo:
         if mode not in UPDATE_MODES:
             raise InvalidInput(f"job {job!r}: mode={mode!r} must be 'sync' or 'pipelined'")
         for _ in range(MAX_EPOCH_ATTEMPTS - 1):
             try:
-                return self._begin_epoch(job, num_workers, mode, epoch)
+                return self._begin_epoch(job, num_workers, mode, epoch, will_restore)
             except FencedEpoch:
                 if epoch is not None:
                     raise
-        return self._begin_epoch(job, num_workers, mode, epoch)
+        return self._begin_epoch(job, num_workers, mode, epoch, will_restore)
 
-    def _begin_epoch(self, job: str, num_workers: int, mode: UpdateMode, epoch: int | None) -> EpochInfo:
+    def _begin_epoch(
+        self, job: str, num_workers: int, mode: UpdateMode, epoch: int | None, will_restore: bool
+    ) -> EpochInfo:
         known = self._call("EmbeddingShard/GetEpoch", pb.GetEpochRequest(job=job), pb.GetEpochResponse)
-        self._check_same_history(job, [reply.last_step for reply in known])
+        if not will_restore:
+            self._check_same_history(job, [reply.last_step for reply in known])
         if epoch is None:
             epoch = max(reply.epoch for reply in known) + 1
         request = pb.BeginEpochRequest(
-            job=job, num_workers=num_workers, mode=UPDATE_MODES[mode], epoch=epoch, token=uuid.uuid4().hex
+            job=job,
+            num_workers=num_workers,
+            mode=UPDATE_MODES[mode],
+            epoch=epoch,
+            token=uuid.uuid4().hex,
+            will_restore=will_restore,
         )
         replies = self._call("EmbeddingShard/BeginEpoch", request, pb.BeginEpochResponse)
         return EpochInfo(epoch, min(reply.last_step for reply in replies))
@@ -134,7 +152,8 @@ class RemoteStore(EmbeddingStore):
             lost = self._channels[last_steps.index(behind)].name
             raise NotReady(
                 f"job {job!r}: {lost} is at step {behind} while another shard is at step {ahead}: it restarted without "
-                "its rows, and going on would train a torn table; start the job anew on fresh shards"
+                "its rows, and going on would train a torn table; restore a snapshot, or start the job anew on fresh"
+                " shards"
             )
 
     # --- rows ---
@@ -265,7 +284,7 @@ class RemoteStore(EmbeddingStore):
                 pieces.append((piece, 8 + dims[name] * itemsize))
         return split("Push", pieces)
 
-    # --- re-selection and statistics ---
+    # --- re-selection ---
 
     def heat_histograms(self, who: Identity, step: int) -> dict[str, HeatHistogram]:
         total: dict[str, HeatHistogram] = {}
@@ -284,13 +303,13 @@ class RemoteStore(EmbeddingStore):
 
         def request(number: int) -> pb.AdvanceRequest:
             action = pb.Reselect(frostlines=lines, slice=number)
-            return pb.AdvanceRequest(caller=_caller(who), step=step, reselect=action)
+            return pb.AdvanceRequest(caller=caller_message(who), step=step, reselect=action)
 
         return self._advance(request)
 
     def end_data_pass(self, who: Identity, step: int) -> dict[str, Moves]:
         def request(number: int) -> pb.AdvanceRequest:
-            return pb.AdvanceRequest(caller=_caller(who), step=step, end_data_pass=pb.EndDataPass(slice=number))
+            return pb.AdvanceRequest(caller=caller_message(who), step=step, end_data_pass=pb.EndDataPass(slice=number))
 
         return self._advance(request)
 
@@ -307,6 +326,22 @@ class RemoteStore(EmbeddingStore):
             waiting = [channel for channel, answer in zip(waiting, answers, strict=True) if not answer.done]
             number += 1
         return total
+
+    # --- cuts ---
+
+    def begin_cut(self, who: Identity, step: int, folder: str) -> None:
+        shard_cuts.begin_cut(self._channels, who, step, folder)
+
+    def cut_progress(self, who: Identity) -> list[CutProgress]:
+        return shard_cuts.cut_progress(self._channels, who)
+
+    def abandon_cut(self, who: Identity) -> None:
+        shard_cuts.abandon_cut(self._channels, who)
+
+    def restore(self, who: Identity, folder: str) -> None:
+        shard_cuts.restore(self._channels, who, folder)
+
+    # --- statistics ---
 
     def stats(self) -> StoreStats:
         tables: dict[str, TableStats] = {}
@@ -365,13 +400,9 @@ class RemoteStore(EmbeddingStore):
         return {name: specs[name].dim for name in tables}
 
 
-def _caller(who: Identity) -> pb.Caller:
-    return pb.Caller(job=who.job, epoch=who.epoch, worker=who.worker)
-
-
 def _collect_heat(who: Identity, step: int, first_bucket: int) -> bytes:
     action = pb.CollectHeat(first_bucket=first_bucket)
-    return pb.AdvanceRequest(caller=_caller(who), step=step, collect_heat=action).SerializeToString()
+    return pb.AdvanceRequest(caller=caller_message(who), step=step, collect_heat=action).SerializeToString()
 
 
 def _slices(ids: Mapping[str, RoutedIds], pieces: list[Piece]) -> dict[str, np.ndarray]:

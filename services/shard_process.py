@@ -52,6 +52,9 @@ class ShardOptions:
     backend: str = "auto"
     threads: int = 1
     limits: Limits = field(default_factory=Limits)
+    snapshot_root: Path | None = (
+        None  # clients may have cuts written and read in it; None: anywhere, if host is loopback
+    )
     scores: tuple[str, ...] = ()  # modules to import first: they call embedding_server.scores.register_score
     drain_s: float = 5.0
     is_bound_to_stdin: bool = False  # end when standard input closes: the process that started us has gone
@@ -76,8 +79,9 @@ def run_shard(options: ShardOptions) -> int:
     try:
         _import_scores(options.scores)
         warm_up(options.backend)
-        server = ShardServer(_open_shard(options), options.limits)
-        address = server.start(options.host, options.port)
+        root = options.snapshot_root
+        server = ShardServer(_open_shard(options), options.limits, host=options.host, snapshot_root=root)
+        address = server.start(options.port)
     except FrostlineError as error:
         log.error("%s", error)
         return 1
@@ -194,6 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-shards", type=int, default=defaults.num_shards)
     parser.add_argument("--buckets", type=parse_buckets)
     parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--snapshot-root", type=Path)
     parser.add_argument("--memory-limit-bytes", type=int, default=defaults.memory_limit_bytes)
     parser.add_argument("--backend", default=defaults.backend)
     parser.add_argument("--threads", type=int, default=defaults.threads)

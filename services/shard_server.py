@@ -14,6 +14,7 @@ import functools
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -30,6 +31,7 @@ from frostline.v1 import embedding_pb2 as pb
 from services import rpc_errors, shard_calls, tensor_codec
 from services.admission import Admission, Limits
 from services.shard_executor import ShardExecutor
+from services.snapshot_paths import SnapshotPaths
 
 MAX_WAIT_S = 600.0
 #: threads beyond Limits.max_calls, for health, reflection and the small calls
@@ -179,7 +181,21 @@ class ShardServicer(_Servicer):
 
     @_answered
     def Advance(self, request: pb.AdvanceRequest, context: grpc.ServicerContext) -> Message:
-        return self._run(context, lambda shard: shard_calls.advance(shard, self._state.answers, request))
+        state = self._state
+        return self._run(context, lambda shard: shard_calls.advance(shard, state.answers, state.paths, request))
+
+    @_answered
+    def GetCutProgress(self, request: pb.GetCutProgressRequest, context: grpc.ServicerContext) -> Message:
+        return self._run(context, lambda shard: shard_calls.cut_progress(shard, request))
+
+    @_answered
+    def AbandonCut(self, request: pb.AbandonCutRequest, context: grpc.ServicerContext) -> Message:
+        return self._run(context, lambda shard: shard_calls.abandon_cut(shard, self._state.answers, request))
+
+    @_answered
+    def Restore(self, request: pb.RestoreRequest, context: grpc.ServicerContext) -> Message:
+        state = self._state
+        return self._run(context, lambda shard: shard_calls.restore(shard, state.answers, state.paths, request))
 
     @_answered
     def GetMaskInfo(self, request: pb.GetMaskInfoRequest, context: grpc.ServicerContext) -> Message:
@@ -267,12 +283,13 @@ def _dims(shard: Shard) -> dict[str, int]:
 class ServerState:
     """What the servicers of one server share."""
 
-    def __init__(self, shard: Shard, limits: Limits) -> None:
+    def __init__(self, shard: Shard, limits: Limits, paths: SnapshotPaths) -> None:
         self.dims = _dims(shard)  # replaced whole by the executor thread, read by any
         self.executor = ShardExecutor(shard)
         self.admission = Admission(limits)
         self.waiting = WaitingCalls()
         self.answers = shard_calls.LastAnswers()  # executor thread only
+        self.paths = paths
 
     def check_reply(self, call: str, ids: Mapping[str, np.ndarray], wire_dtype: WireDtype) -> int:
         """Size of the reply in bytes, unknown tables left out. Raises InvalidInput if it passes the limit."""
@@ -323,10 +340,14 @@ class ShardServer:
     Life: created (health NOT_SERVING), `start`, `serving` (health SERVING), `stop`.
     """
 
-    def __init__(self, shard: Shard, limits: Limits | None = None) -> None:
+    def __init__(
+        self, shard: Shard, limits: Limits | None = None, *, host: str = "127.0.0.1", snapshot_root: Path | None = None
+    ) -> None:
+        """host: the address to bind. snapshot_root: where clients may have snapshots lie; see snapshot_paths.py."""
         limits = limits or Limits()
         max_rpcs = limits.max_calls + SPARE_THREADS
-        self._state = ServerState(shard, limits)
+        self._host = host
+        self._state = ServerState(shard, limits, SnapshotPaths(snapshot_root, host))
         self._health = health.HealthServicer()
         self._pool = ThreadPoolExecutor(max_rpcs, thread_name_prefix="shard-rpc")
         self._server = grpc.server(self._pool, options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_rpcs)
@@ -345,8 +366,9 @@ class ShardServer:
         for service in ("", SHARD_SERVICE, LOOKUP_SERVICE):
             self._health.set(service, status)
 
-    def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+    def start(self, port: int = 0) -> str:
         """Binds and serves; port 0 takes a free one. Returns "host:port". Raises StoreUnavailable if it cannot bind."""
+        host = self._host
         try:
             bound = self._server.add_insecure_port(f"{host}:{port}")
         except RuntimeError as error:

@@ -45,21 +45,25 @@ class SummaryNotWritten(FrostlineError):
         self.arms = arms
 
 
-def run_job(job: Job, show: Show, say: Say) -> dict[str, ArmSummary]:
+def run_job(job: Job, show: Show, say: Say, resumes: bool = False) -> dict[str, ArmSummary]:
     """Trains every arm. Writes <output_dir>/<name>/: job.json, summary.json after each arm; by arm the shards' logs and
     TensorBoard's files and mask_info.json. Those of an earlier run of this name are replaced (run_folder.py).
+
+    resumes: each arm goes on behind the newest of its snapshots, and the curves of the run before stay. An arm that the
+    run before did not get to begins anew; InvalidInput if no arm has a snapshot.
 
     SummaryNotWritten, with the results, if the last summary.json could not be written; of those before, a line says so.
     """
     arms = job.arm_jobs()
     check_arms(arms)
+    cuts = find_cuts(arms, say) if resumes else {}
     folder = RunFolder(job.trainer.output_dir, job.name)
-    folder.begin(resolved_json(job), say)
+    folder.begin(resolved_json(job), say, resumes)
     results: dict[str, ArmSummary] = {}
     unwritten: SummaryNotWritten | None = None
     with _workers(arms, folder.path, say) as ray:
         for arm, arm_job in arms.items():
-            results[arm] = run_arm(arm_job, arm, folder.path, ray, show, say)
+            results[arm] = run_arm(arm_job, arm, folder.path, ray, show, say, cuts.get(arm))
             unwritten = _write_summary(folder, results)
             if unwritten:
                 say(f"{arm}: {unwritten}")
@@ -79,6 +83,24 @@ def _write_summary(folder: RunFolder, results: dict[str, ArmSummary]) -> Summary
             results,
         )
     return None
+
+
+def find_cuts(arms: Mapping[str, Job], say: Say) -> dict[str, Path]:
+    """The cut that each arm goes on from. InvalidInput, naming the folder, if no arm has one."""
+    from trainer.resume import find_snapshot
+
+    found: dict[str, Path] = {}
+    missing: dict[str, InvalidInput] = {}
+    for arm, job in arms.items():
+        try:
+            found[arm] = find_snapshot(job, arm)
+        except InvalidInput as error:
+            missing[arm] = error
+    if not found:
+        raise next(iter(missing.values()))
+    for arm, reason in missing.items():
+        say(f"{arm}: begins with step 1: {reason}")
+    return found
 
 
 def bias_only(job: Job) -> Metrics | None:
@@ -112,26 +134,35 @@ def check_arms(arms: Mapping[str, Job]) -> None:
         )
 
 
-def run_arm(arm_job: Job, arm: str, folder: Path, ray: RayGroup | None, show: Show, say: Say) -> ArmSummary:
+def run_arm(
+    arm_job: Job,
+    arm: str,
+    folder: Path,
+    ray: RayGroup | None,
+    show: Show,
+    say: Say,
+    resume_from: Path | None = None,
+) -> ArmSummary:
+    """resume_from: a cut, behind which the arm goes on."""
     servers = arm_job.servers
     if servers.store == "inproc":
         say(f"{arm}: trains in this process")
-        return run_inproc(arm_job, arm, folder, show)
+        return run_inproc(arm_job, arm, folder, show, resume_from)
     assert ray is not None
     if servers.launch == "external":
         say(f"{arm}: trains with {_workers_text(arm_job)} and the shards at {', '.join(servers.addresses)}")
-        return _run_on_ray(arm_job, arm, folder, ray, servers.addresses, lambda: None, show)
+        return _run_on_ray(arm_job, arm, folder, ray, servers.addresses, lambda: None, show, resume_from)
     shards_text = "1 new shard" if servers.num_shards == 1 else f"{servers.num_shards} new shards"
     say(f"{arm}: trains with {_workers_text(arm_job)} and {shards_text}")
     with _local_shards(arm_job, arm, folder) as shards:
-        return _run_on_ray(arm_job, arm, folder, ray, shards.addresses, shards.check, show)
+        return _run_on_ray(arm_job, arm, folder, ray, shards.addresses, shards.check, show, resume_from)
 
 
 def _workers_text(job: Job) -> str:
     return f"{job.trainer.workers} Ray worker" + ("s" if job.trainer.workers > 1 else "")
 
 
-def run_inproc(arm_job: Job, arm: str, folder: Path, show: Show) -> ArmSummary:
+def run_inproc(arm_job: Job, arm: str, folder: Path, show: Show, resume_from: Path | None = None) -> ArmSummary:
     """The arm in this process, its shard too."""
     from embedding_server.inproc import InprocStore
     from services.worker import set_threads
@@ -148,7 +179,7 @@ def run_inproc(arm_job: Job, arm: str, folder: Path, show: Show) -> ArmSummary:
         backend=servers.backend,
     )
     try:
-        return run_worker(arm_job, arm, store, Group(), folder / arm, show)
+        return run_worker(arm_job, arm, store, Group(), folder / arm, show, resume_from)
     finally:
         store.close()
 
@@ -161,10 +192,11 @@ def _run_on_ray(
     addresses: list[str],
     check_shards: Callable[[], None],
     show: Show,
+    resume_from: Path | None,
 ) -> ArmSummary:
     """JobFailed names the shard if one has ended, because that is why the worker failed."""
     try:
-        return ray.run(arm_job, arm, addresses, folder / arm, show, check_shards)
+        return ray.run(arm_job, arm, addresses, folder / arm, show, check_shards, resume_from)
     except FrostlineError as error:
         try:
             check_shards()
@@ -191,6 +223,6 @@ def _workers(arms: Mapping[str, Job], folder: Path, say: Say) -> Iterator[RayGro
     if not remote:
         yield None
         return
-    say("starting Ray; the first run on a machine compiles kernels in workers and shards, up to a minute")
+    say("starting Ray; the first run on a machine compiles kernels in workers and shards: a minute, more if it is busy")
     with ray_group(remote[0].trainer.workers, folder / "ray") as group:
         yield group

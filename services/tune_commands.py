@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 _MAX_TABLES_SHOWN = 20
 
+#: Below, a model in which every row trains has found next to nothing that freezing could cost.
+LEARNED_AUC = 0.52
+
 
 def add_to(app: typer.Typer) -> None:
     for command in (estimate, tune):
@@ -237,6 +240,11 @@ def pick_lines(result: TuneResult) -> list[str]:
     saved = 1.0 - pick.bytes_peak / full.bytes_peak if full.bytes_peak else 0.0
     size = f"{pick.bytes_peak / 1e6:,.1f} MB at the peak, {saved:.0%} less than with every row training"
     lines = [f"{_pick_word(result)}: {pick.candidate.name}; {size}; AUC drop {pick.auc_drop:+.3f} points"]
+    if full.auc < LEARNED_AUC:
+        lines.append(
+            f"the model has hardly learned in {full.num_samples} samples (AUC {full.auc:.4f} with every row training; "
+            "chance is 0.5), so its drops say little; give more --samples, or look at the job's learning rates"
+        )
     if not result.meets_budget:
         lines.append(f"no setting fits --budget-bytes={result.budget_bytes}; raise it, or lower embedding.dim")
     if not result.meets_drop:

@@ -31,7 +31,8 @@ class WorkerFailed(RuntimeError):
 def train_on_ray(config: dict[str, Any]) -> dict[str, Any]:
     """What TorchTrainer runs in every worker. Returns the fields of ArmSummary.
 
-    config: job (JSON text), arm, addresses, folder, board (the actor that takes Progress reports).
+    config: job (JSON text), arm, addresses, folder, board (the actor that takes Progress reports), resume_from (the
+    folder of a cut, or None).
     """
     import ray.train
 
@@ -64,8 +65,10 @@ def run_as_worker(
     deadline_s = job.servers.deadline_s
     times = CallTimes(deadline_s, deadline_s * TRY_SHARE, deadline_s * RECONNECT_SHARE)
     store = RemoteStore(config["addresses"], wire_dtype=job.embedding.wire_dtype, times=times)
+    resume_from = Path(config["resume_from"]) if config.get("resume_from") else None
+    group, folder = Group(rank, size), Path(config["folder"])
     try:
-        return asdict(run_worker(job, config["arm"], store, Group(rank, size), Path(config["folder"]), show))
+        return asdict(run_worker(job, config["arm"], store, group, folder, show, resume_from))
     finally:
         store.close()
 

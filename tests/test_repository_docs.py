@@ -42,6 +42,7 @@ def test_subcommands_exist(document: str) -> None:
     from services.cli import app
 
     known = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    known |= {group.name for group in app.registered_groups}
     named = set(re.findall(r"(?:^|[`\n])\s*frostline ([a-z]+)", code_of(document), flags=re.M))
     assert named <= known, f"{document} names subcommands that do not exist: {named - known}"
 

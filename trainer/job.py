@@ -114,6 +114,26 @@ class ServersSection(Section):
         return self
 
 
+class SnapshotsSection(Section):
+    uri: AbsolutePath = Field(
+        description="folder of snapshots, a path that trainers and shards all see; each job has a subfolder of its own"
+    )
+    every_samples: int | None = Field(
+        None, ge=1, description="samples between cuts; default: only the one at the end (on_finish)"
+    )
+    keep: int = Field(2, ge=1, le=1000, description="snapshots of this run that stay; older ones are removed")
+    on_finish: bool = Field(True, description="takes a last cut when training is done, and waits for it")
+
+    @model_validator(mode="after")
+    def _check(self) -> SnapshotsSection:
+        if self.every_samples is None and not self.on_finish:
+            raise ValueError(
+                "every_samples is not given and on_finish is false, so no cut would ever be taken; set every_samples, "
+                "or remove the section"
+            )
+        return self
+
+
 class Job(Section):
     """One training job, resolved. `arms` are overlays: the same job trained several ways, compared at the end."""
 
@@ -125,6 +145,7 @@ class Job(Section):
     # made anew for each job, because its default folder depends on the directory of the command
     trainer: TrainerSection = Field(default_factory=TrainerSection)
     servers: ServersSection = ServersSection()
+    snapshots: SnapshotsSection | None = Field(None, description="what a run saves of itself; default: nothing")
     arms: dict[Annotated[str, Field(pattern=NAME)], dict[str, Any]] = Field(
         {}, max_length=64, description="overlays by arm name, in the shape of the job; empty: one arm, `main`"
     )

@@ -14,15 +14,16 @@ class PassEnds:
     Thread safety: one thread iterates; another may ask `is_end` of the steps whose batches it got from it.
     """
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, first_step: int = 1) -> None:
+        """first_step: the number of the next batch's step."""
         self._reader = reader
         self._batches = iter(reader)
         self._held: tuple[Batch, int] | None = None  # with its data pass
-        self._step = 0
+        self._step = first_step - 1
         self._ends: set[int] = set()
 
     def is_end(self, step: int) -> bool:
-        """Steps count from 1."""
+        """Steps count as `first_step` says."""
         return step in self._ends
 
     def __iter__(self) -> Iterator[Batch]:

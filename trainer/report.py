@@ -52,6 +52,9 @@ class Progress:
 class ArmSummary:
     """One arm of summary.json. Bytes are of all shards; bytes_pulled, bytes_pushed and rows_pushed of all workers.
 
+    snapshots counts the cuts that are complete. resumed_from is the folder of the one that the run went on from, behind
+    resumed_step: rates and traffic are then those of the steps since. None if it began with step 1.
+
     bytes_peak is the highest bytes_total of the run, rows_push_saved and bytes_push_saved the gradient rows, and their
     bytes, that were not sent because their rows are frozen. mask_info: what `frostline inspect` shows (mask_report.py).
 
@@ -80,6 +83,13 @@ class ArmSummary:
     rows_push_saved: int = 0
     bytes_push_saved: int = 0
     mask_info: dict[str, Any] = field(default_factory=dict)
+    steps: int = 0  # from the first, whenever that was
+    snapshots: int = 0
+    snapshots_failed: int = 0
+    snapshots_skipped: int = 0  # the cut before was still being written
+    snapshot_pause_s_max: float = 0.0  # longest that training stood still for a cut
+    resumed_from: str | None = None
+    resumed_step: int = 0
 
 
 def summarise_arm(

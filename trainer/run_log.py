@@ -34,8 +34,14 @@ class RunLog:
     """
 
     def __init__(
-        self, arm: str, total_steps: int | None, folder: Path | None, show: Callable[[Progress], None]
+        self,
+        arm: str,
+        total_steps: int | None,
+        folder: Path | None,
+        show: Callable[[Progress], None],
+        last_step: int = 0,
     ) -> None:
+        """last_step: of the run that this one goes on with."""
         self.num_samples = 0
         self.arm = arm
         self.events: list[str] = []  # newest last, at most MAX_EVENTS
@@ -45,7 +51,7 @@ class RunLog:
         self._board = None if folder is None else Board(folder, self.event)
         self._is_mask_failing = False
         self._recent = RecentMetrics(WINDOW_SAMPLES)
-        self._step = 0
+        self._step = last_step
         self._start_s = self._train_end_s = self._last_report_s = 0.0
         self._paused_s = 0.0
         self._num_samples_at_report = 0
@@ -60,7 +66,7 @@ class RunLog:
 
     @property
     def step(self) -> int:
-        """The last step that was observed."""
+        """The last step that was observed, or the one before the first."""
         return self._step
 
     @property

@@ -18,8 +18,9 @@ from embedding_server.inproc import InprocStore
 from trainer.data.batch import Batch
 from trainer.group import Group
 from trainer.job import Job, make_job
-from trainer.loop import build_run, train
+from trainer.loop import train
 from trainer.overlay import overlay
+from trainer.run import build_run
 from trainer.run_log import RunLog
 
 
@@ -70,6 +71,7 @@ def in_process(job: Job, **trainer: Any) -> Job:
     over: dict[str, Any] = {
         "trainer": {"workers": 1, **trainer},
         "servers": {"store": "inproc", "launch": "local", "addresses": [], "num_shards": num_shards},
+        "snapshots": None,  # it is tried, not kept
     }
     return make_job(overlay(job.model_dump(mode="json", exclude_unset=True), over, "trial"))
 

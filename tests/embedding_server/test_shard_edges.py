@@ -341,3 +341,30 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InvalidInput, match=r"data_dir=.*/file/segments: .*; name a folder that can be made there"):
         Shard(data_dir=tmp_path / "file" / "segments")
+
+
+def test_an_epoch_that_begins_for_a_restore_takes_nothing_before_it(store: InprocStore) -> None:
+    store.create_tables([_spec()])
+    who = Identity("job", store.begin_epoch("job", 1, "sync", will_restore=True).epoch, 0)
+    for call in (
+        lambda: store.pull(who, 1, {"t": _ids(1)}),
+        lambda: store.push(who, 1, {"t": _gradients(_ids(1))}),
+        lambda: store.reselect(who, 0, {}),
+        lambda: store.begin_cut(who, 0, "/nowhere/job/cut-000000000000-1"),
+    ):
+        with pytest.raises(NotReady, match="began with will_restore, and no restore is done yet"):
+            call()
+    assert store.stats().tables["t"].rows_hot == 0
+    who = _begin(store)
+    assert store.pull(who, 1, {"t": _ids(1)})["t"].flags.tolist() == [TRAINABLE | FOUND]
+
+
+def test_what_a_restore_follows_may_begin_at_a_torn_step(store: InprocStore) -> None:
+    store.create_tables([_spec()])
+    first = _begin(store, num_workers=2, mode="pipelined")
+    for worker in range(2):
+        store.pull(Identity("job", first.epoch, worker), 1, {"t": _ids(1)})
+    store.push(first, 1, {"t": _gradients(_ids(1))})
+    with pytest.raises(NotReady, match="applied for some workers only"):
+        store.begin_epoch("job", 3, "sync")
+    assert store.begin_epoch("job", 3, "sync", will_restore=True).epoch == 2

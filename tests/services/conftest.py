@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,15 +17,20 @@ Serve = Callable[..., list[str]]
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """serve(num_shards=1, limits=None, ports=None) -> addresses. Shards of 64 MiB with numba kernels."""
+    """serve(num_shards=1, limits=None, ports=None, snapshot_root=None) -> addresses. Shards of 64 MiB, with numba."""
     servers: list[ShardServer] = []
 
-    def start(num_shards: int = 1, limits: Limits | None = None, ports: list[int] | None = None) -> list[str]:
+    def start(
+        num_shards: int = 1,
+        limits: Limits | None = None,
+        ports: list[int] | None = None,
+        snapshot_root: Path | None = None,
+    ) -> list[str]:
         addresses = []
         for index in range(num_shards):
             buckets = owned_buckets(index, num_shards)
             shard = Shard(buckets=buckets, memory_limit_bytes=64 << 20, backend="cpu")
-            servers.append(ShardServer(shard, limits))
+            servers.append(ShardServer(shard, limits, snapshot_root=snapshot_root))
             addresses.append(servers[-1].start(port=ports[index] if ports else 0))
         return addresses
 

@@ -27,6 +27,7 @@ SPECS = [
     TableSpec(name="idle", dim=4, policy=PolicySpec(kind="idle")),
 ]
 JOB = "job"
+CUT = "cut-000000000001-1"
 
 
 def ids_of_shard(shard: int, num_shards: int, count: int) -> np.ndarray:
@@ -108,6 +109,16 @@ def lookup(row_ids: np.ndarray = IDS, **changes: Any) -> pb.LookupRequest:
         "row_ids": row_ids.tobytes(),
     }
     return pb.LookupRequest(**fields | changes)
+
+
+def cut(**changes: Any) -> pb.AdvanceRequest:
+    fields = {"caller": caller(), "step": 1} | {key: changes.pop(key) for key in ("caller", "step") if key in changes}
+    action = {"folder": f"/nowhere/job/{CUT}", "shard_index": 0, "num_shards": 2} | changes
+    return pb.AdvanceRequest(**fields, begin_cut=pb.BeginCut(**action))
+
+
+def restore(**changes: Any) -> pb.RestoreRequest:
+    return pb.RestoreRequest(**{"caller": caller(), "folder": f"/nowhere/job/{CUT}"} | changes)
 
 
 def spoiled(bad: float, position: int, column: int = 1) -> np.ndarray:
@@ -248,6 +259,30 @@ BAD_CALLS: dict[str, tuple[str, Any, grpc.StatusCode, list[str]]] = {
         INVALID,
         ["first_bucket=1024", "[0, 1024)"],
     ),
+    # Cuts
+    "cut: no folder": ("Advance", cut(folder=""), INVALID, ["folder ''", "absolute path"]),
+    "cut: relative folder": ("Advance", cut(folder=f"job/{CUT}"), INVALID, ["folder 'job/", "absolute path"]),
+    "cut: way up": ("Advance", cut(folder=f"/tmp/../etc/{CUT}"), INVALID, ["'/tmp/../etc/", "'..'"]),
+    "cut: folder of no cut": ("Advance", cut(folder="/tmp/job/cut"), INVALID, ["'/tmp/job/cut'", "cut-STEP-EPOCH"]),
+    "cut: no such shard": ("Advance", cut(shard_index=2), INVALID, ["shard_index=2", "num_shards=2"]),
+    "cut: too many shards": ("Advance", cut(num_shards=5000), INVALID, ["num_shards=5000", "1024"]),
+    "cut: step under way": ("Advance", cut(), PRECONDITION, ["step 1", "pulled"]),
+    "cut: step not applied": ("Advance", cut(step=2), PRECONDITION, ["step 2", "applied"]),
+    "cut: old epoch": ("Advance", cut(caller=caller(epoch=0)), ABORTED, ["epoch 0", "current epoch 1"]),
+    "cut: unknown job": ("Advance", cut(caller=caller(job="x")), PRECONDITION, ["'x'", "BeginEpoch"]),
+    "progress: no cut": ("GetCutProgress", pb.GetCutProgressRequest(caller=caller()), PRECONDITION, ["no cut"]),
+    "progress: old epoch": (
+        "GetCutProgress", pb.GetCutProgressRequest(caller=caller(epoch=0)), ABORTED, ["epoch 0", "current epoch 1"]
+    ),
+    "abandon: old epoch": (
+        "AbandonCut", pb.AbandonCutRequest(caller=caller(epoch=0)), ABORTED, ["epoch 0", "current epoch 1"]
+    ),
+    "abandon: unknown job": ("AbandonCut", pb.AbandonCutRequest(caller=caller(job="x")), PRECONDITION, ["'x'"]),
+    "restore: relative folder": ("Restore", restore(folder=CUT), INVALID, ["Restore: folder 'cut-", "absolute path"]),
+    "restore: epoch that takes none": ("Restore", restore(), PRECONDITION, ["epoch 1", "will_restore"]),
+    "restore: old epoch": ("Restore", restore(caller=caller(epoch=0)), ABORTED, ["epoch 0", "current epoch 1"]),
+    "restore: unknown job": ("Restore", restore(caller=caller(job="x")), PRECONDITION, ["'x'", "BeginEpoch"]),
+    # Prefetch
     "prefetch: unknown table": (
         "Prefetch",
         pb.PrefetchRequest(tables=[pb.TableIds(table="x", num_rows=1)], row_ids=bytes(8)),

@@ -38,8 +38,8 @@ def job_file(tmp_path):
 def test_train_prints_json_alone_on_standard_output(runner, job_file, monkeypatch, tmp_path):
     seen = {}
 
-    def fake_run(job, show, say):
-        seen["job"] = job
+    def fake_run(job, show, say, resumes):
+        seen["job"], seen["resumes"] = job, resumes
         say("main: trains")
         return {"main": SUMMARY}
 
@@ -50,6 +50,7 @@ def test_train_prints_json_alone_on_standard_output(runner, job_file, monkeypatc
         ["train", str(job_file), "--json", "--set", "trainer.batch_size=32", "--set", f"trainer.output_dir={tmp_path}"],
     )
     assert result.exit_code == 0, result.output
+    assert not seen["resumes"]
     document = json.loads(result.stdout)
     assert document["arms"]["main"]["rows_pushed"] == 40
     assert document["bias_only"]["auc"] == 0.7

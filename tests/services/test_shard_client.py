@@ -460,6 +460,7 @@ def test_a_shard_that_lost_its_rows_is_noticed_before_an_epoch_begins(serve: Ser
         restarted.create_tables(SPECS)
         with pytest.raises(NotReady, match="at step 0 while another shard is at step 3.*restarted without its rows"):
             restarted.begin_epoch("job", 1, "sync")
+        assert restarted.begin_epoch("job", 1, "sync", will_restore=True).epoch == 2  # a restore mends it
         restarted.close()
     finally:
         fresh.stop()

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from embedding_server.errors import InvalidInput, StoreUnavailable
 from embedding_server.spec import TableSpec
-from embedding_server.store import NUM_BUCKETS
+from embedding_server.store import NUM_BUCKETS, Identity
 from services import local_shards
 from services.shard_client import RemoteStore
 from services.shard_process import LocalShards, owned_buckets, parse_buckets, start_shards
@@ -181,3 +181,25 @@ def test_a_shard_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch, tm
     shards.stop()
     assert deaf.returncode == -signal.SIGKILL
     assert shards.log_tail(0) == "(empty)"
+
+
+def test_a_root_of_snapshots_is_a_folder_and_bounds_what_clients_name(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailable, match=r"ended with status 1[\s\S]*--snapshot-root .*missing is not a folder"):
+        start_shards(1, log_dir=tmp_path / "logs", snapshot_root=tmp_path / "missing", memory_limit_bytes=1 << 26)
+    root = tmp_path / "root"
+    root.mkdir()
+    with start_shards(1, snapshot_root=root, memory_limit_bytes=1 << 26) as shards:
+        store = RemoteStore(shards.addresses)
+        store.create_tables([TableSpec(name="t", dim=4)])
+        who = Identity("job", store.begin_epoch("job", 1, "sync").epoch, 0)
+        store.pull(who, 1, {})
+        store.push(who, 1, {})
+        with pytest.raises(InvalidInput, match=r"shard 0 \(127.*does not lie within"):
+            store.begin_cut(who, 1, str(tmp_path / "job" / "cut-000000000001-1"))
+        assert not (tmp_path / "job").exists()
+        store.begin_cut(who, 1, str(root / "job" / "cut-000000000001-1"))
+        while not store.cut_progress(who)[0].is_done:
+            time.sleep(0.01)
+        assert store.cut_progress(who)[0].error is None
+        store.close()
+    assert (root / "job" / "cut-000000000001-1").is_dir()

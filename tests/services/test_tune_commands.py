@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -151,6 +152,13 @@ def test_the_pick_comes_with_what_is_doubtful():
         assert pick_lines(doubtful)[-1].startswith("use it all the same: --set ")
         assert frontier_lines(doubtful)[1].endswith("frontier, NEAREST")
     assert pick_lines(result_of(2))[-1] == "use it: --set embedding.policy=off"
+
+
+def test_a_model_that_learned_nothing_is_told():
+    result = result_of()
+    assert not any("hardly learned" in line for line in pick_lines(result))
+    points = [replace(point, auc=0.505) for point in result.points]
+    assert any("hardly learned" in line and "0.5050" in line for line in pick_lines(replace(result, points=points)))
 
 
 def test_the_document_of_a_search_is_plain_data():

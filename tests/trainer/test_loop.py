@@ -11,8 +11,9 @@ from embedding_server.inproc import InprocStore
 from embedding_server.store import EmbeddingStore, Identity
 from trainer.group import Group
 from trainer.job import Job, make_job
-from trainer.loop import build_run, run_worker, train
+from trainer.loop import run_worker, train
 from trainer.report import ArmSummary, Progress
+from trainer.run import build_run
 from trainer.run_log import RunLog
 
 BASE = {

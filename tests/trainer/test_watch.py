@@ -14,7 +14,8 @@ from embedding_server.store import Frostline, Identity
 from trainer.control_group import Difference
 from trainer.group import Group
 from trainer.job import Job, make_job
-from trainer.loop import build_run, run_worker, train
+from trainer.loop import run_worker, train
+from trainer.run import build_run
 from trainer.run_log import RunLog
 from trainer.watch import Watch, frostline_heat
 

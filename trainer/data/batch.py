@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,8 @@ class Batch:
     sparse: KeyedJaggedTensor  # values int64, lengths int32; keys in the schema's order
     labels: torch.Tensor  # float32[B], 0 or 1
     num_global_samples: int  # positions in the global batch, over all workers
+    #: state_dict of the reader right behind this batch, wherever it has read on to since; None if no reader gave it
+    position: Mapping[str, Any] | None = None
 
     @property
     def num_samples(self) -> int:
@@ -105,9 +107,8 @@ class Share:
 class Reader(ABC):
     """Iterates over one worker's batches of one split, through all data passes.
 
-    Iterating goes on from where the reader stands; `state_dict()` taken right after a batch was received describes the
-    position behind that batch (whoever reads ahead keeps the state beside the batch). Equal constructor arguments and
-    equal state give equal batches.
+    Iterating goes on from where the reader stands; `batch.position` is the `state_dict()` right behind that batch, so
+    whoever reads ahead has it beside each batch. Equal constructor arguments and equal state give equal batches.
 
     Thread safety: one thread at a time.
     Errors: InvalidInput, naming file and row, for input that cannot be read.
@@ -139,7 +140,7 @@ class Reader(ABC):
         while self.data_pass < self.share.data_passes:
             for batch in self._batches(self.data_pass, self.step_in_pass):
                 self.step_in_pass += 1
-                yield batch
+                yield replace(batch, position=self.state_dict())
             self.data_pass += 1
             self.step_in_pass = 0
 

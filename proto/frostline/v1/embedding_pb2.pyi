@@ -142,18 +142,20 @@ class GetEpochResponse(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., last_step: _Optional[int] = ...) -> None: ...
 
 class BeginEpochRequest(_message.Message):
-    __slots__ = ("job", "num_workers", "mode", "epoch", "token")
+    __slots__ = ("job", "num_workers", "mode", "epoch", "token", "will_restore")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    WILL_RESTORE_FIELD_NUMBER: _ClassVar[int]
     job: str
     num_workers: int
     mode: UpdateMode
     epoch: int
     token: str
-    def __init__(self, job: _Optional[str] = ..., num_workers: _Optional[int] = ..., mode: _Optional[_Union[UpdateMode, str]] = ..., epoch: _Optional[int] = ..., token: _Optional[str] = ...) -> None: ...
+    will_restore: bool
+    def __init__(self, job: _Optional[str] = ..., num_workers: _Optional[int] = ..., mode: _Optional[_Union[UpdateMode, str]] = ..., epoch: _Optional[int] = ..., token: _Optional[str] = ..., will_restore: _Optional[bool] = ...) -> None: ...
 
 class BeginEpochResponse(_message.Message):
     __slots__ = ("epoch", "last_step")
@@ -327,19 +329,33 @@ class EndDataPass(_message.Message):
     slice: int
     def __init__(self, slice: _Optional[int] = ...) -> None: ...
 
+class BeginCut(_message.Message):
+    __slots__ = ("folder", "shard_index", "num_shards", "slice")
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    SHARD_INDEX_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    folder: str
+    shard_index: int
+    num_shards: int
+    slice: int
+    def __init__(self, folder: _Optional[str] = ..., shard_index: _Optional[int] = ..., num_shards: _Optional[int] = ..., slice: _Optional[int] = ...) -> None: ...
+
 class AdvanceRequest(_message.Message):
-    __slots__ = ("caller", "step", "collect_heat", "reselect", "end_data_pass")
+    __slots__ = ("caller", "step", "collect_heat", "reselect", "end_data_pass", "begin_cut")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     COLLECT_HEAT_FIELD_NUMBER: _ClassVar[int]
     RESELECT_FIELD_NUMBER: _ClassVar[int]
     END_DATA_PASS_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_CUT_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     step: int
     collect_heat: CollectHeat
     reselect: Reselect
     end_data_pass: EndDataPass
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., collect_heat: _Optional[_Union[CollectHeat, _Mapping]] = ..., reselect: _Optional[_Union[Reselect, _Mapping]] = ..., end_data_pass: _Optional[_Union[EndDataPass, _Mapping]] = ...) -> None: ...
+    begin_cut: BeginCut
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., collect_heat: _Optional[_Union[CollectHeat, _Mapping]] = ..., reselect: _Optional[_Union[Reselect, _Mapping]] = ..., end_data_pass: _Optional[_Union[EndDataPass, _Mapping]] = ..., begin_cut: _Optional[_Union[BeginCut, _Mapping]] = ...) -> None: ...
 
 class AdvanceResponse(_message.Message):
     __slots__ = ("histograms", "moves", "done", "next_bucket")
@@ -352,6 +368,52 @@ class AdvanceResponse(_message.Message):
     done: bool
     next_bucket: int
     def __init__(self, histograms: _Optional[_Iterable[_Union[HeatHistogram, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[Moves, _Mapping]]] = ..., done: _Optional[bool] = ..., next_bucket: _Optional[int] = ...) -> None: ...
+
+class GetCutProgressRequest(_message.Message):
+    __slots__ = ("caller",)
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ...) -> None: ...
+
+class GetCutProgressResponse(_message.Message):
+    __slots__ = ("step", "done", "error", "bytes_written", "rows")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    BYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    done: bool
+    error: str
+    bytes_written: int
+    rows: int
+    def __init__(self, step: _Optional[int] = ..., done: _Optional[bool] = ..., error: _Optional[str] = ..., bytes_written: _Optional[int] = ..., rows: _Optional[int] = ...) -> None: ...
+
+class AbandonCutRequest(_message.Message):
+    __slots__ = ("caller",)
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ...) -> None: ...
+
+class AbandonCutResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RestoreRequest(_message.Message):
+    __slots__ = ("caller", "folder", "slice")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    folder: str
+    slice: int
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., folder: _Optional[str] = ..., slice: _Optional[int] = ...) -> None: ...
+
+class RestoreResponse(_message.Message):
+    __slots__ = ("done",)
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    done: bool
+    def __init__(self, done: _Optional[bool] = ...) -> None: ...
 
 class GetMaskInfoRequest(_message.Message):
     __slots__ = ("with_heat", "first_bucket")

@@ -70,6 +70,21 @@ class EmbeddingShardStub:
                 request_serializer=frostline_dot_v1_dot_embedding__pb2.AdvanceRequest.SerializeToString,
                 response_deserializer=frostline_dot_v1_dot_embedding__pb2.AdvanceResponse.FromString,
                 _registered_method=True)
+        self.GetCutProgress = channel.unary_unary(
+                '/frostline.v1.EmbeddingShard/GetCutProgress',
+                request_serializer=frostline_dot_v1_dot_embedding__pb2.GetCutProgressRequest.SerializeToString,
+                response_deserializer=frostline_dot_v1_dot_embedding__pb2.GetCutProgressResponse.FromString,
+                _registered_method=True)
+        self.AbandonCut = channel.unary_unary(
+                '/frostline.v1.EmbeddingShard/AbandonCut',
+                request_serializer=frostline_dot_v1_dot_embedding__pb2.AbandonCutRequest.SerializeToString,
+                response_deserializer=frostline_dot_v1_dot_embedding__pb2.AbandonCutResponse.FromString,
+                _registered_method=True)
+        self.Restore = channel.unary_unary(
+                '/frostline.v1.EmbeddingShard/Restore',
+                request_serializer=frostline_dot_v1_dot_embedding__pb2.RestoreRequest.SerializeToString,
+                response_deserializer=frostline_dot_v1_dot_embedding__pb2.RestoreResponse.FromString,
+                _registered_method=True)
         self.GetMaskInfo = channel.unary_unary(
                 '/frostline.v1.EmbeddingShard/GetMaskInfo',
                 request_serializer=frostline_dot_v1_dot_embedding__pb2.GetMaskInfoRequest.SerializeToString,
@@ -129,7 +144,30 @@ class EmbeddingShardServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Advance(self, request, context):
-        """The barrier between two steps: collects heat, freezes and thaws, or forgets. Repeat slices until `done`.
+        """The barrier between two steps: collects heat, freezes and thaws, forgets, or begins a cut. Repeat slices until
+        `done`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetCutProgress(self, request, context):
+        """How far the shard is with the cut that an Advance began: it is written while training goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AbandonCut(self, request, context):
+        """Ends a cut that is being written and removes its files; nothing happens to one that is done.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restore(self, request, context):
+        """Replaces the rows of a job's tables by those of a cut. Between BeginEpoch with will_restore and the first Pull.
+        Repeat slices until `done`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -186,6 +224,21 @@ def add_EmbeddingShardServicer_to_server(servicer, server):
                     servicer.Advance,
                     request_deserializer=frostline_dot_v1_dot_embedding__pb2.AdvanceRequest.FromString,
                     response_serializer=frostline_dot_v1_dot_embedding__pb2.AdvanceResponse.SerializeToString,
+            ),
+            'GetCutProgress': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCutProgress,
+                    request_deserializer=frostline_dot_v1_dot_embedding__pb2.GetCutProgressRequest.FromString,
+                    response_serializer=frostline_dot_v1_dot_embedding__pb2.GetCutProgressResponse.SerializeToString,
+            ),
+            'AbandonCut': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbandonCut,
+                    request_deserializer=frostline_dot_v1_dot_embedding__pb2.AbandonCutRequest.FromString,
+                    response_serializer=frostline_dot_v1_dot_embedding__pb2.AbandonCutResponse.SerializeToString,
+            ),
+            'Restore': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restore,
+                    request_deserializer=frostline_dot_v1_dot_embedding__pb2.RestoreRequest.FromString,
+                    response_serializer=frostline_dot_v1_dot_embedding__pb2.RestoreResponse.SerializeToString,
             ),
             'GetMaskInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetMaskInfo,
@@ -388,6 +441,87 @@ class EmbeddingShard:
             '/frostline.v1.EmbeddingShard/Advance',
             frostline_dot_v1_dot_embedding__pb2.AdvanceRequest.SerializeToString,
             frostline_dot_v1_dot_embedding__pb2.AdvanceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCutProgress(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/frostline.v1.EmbeddingShard/GetCutProgress',
+            frostline_dot_v1_dot_embedding__pb2.GetCutProgressRequest.SerializeToString,
+            frostline_dot_v1_dot_embedding__pb2.GetCutProgressResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AbandonCut(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/frostline.v1.EmbeddingShard/AbandonCut',
+            frostline_dot_v1_dot_embedding__pb2.AbandonCutRequest.SerializeToString,
+            frostline_dot_v1_dot_embedding__pb2.AbandonCutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/frostline.v1.EmbeddingShard/Restore',
+            frostline_dot_v1_dot_embedding__pb2.RestoreRequest.SerializeToString,
+            frostline_dot_v1_dot_embedding__pb2.RestoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

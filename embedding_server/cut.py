@@ -1,0 +1,213 @@
+"""Cut: writes what a shard has of a job's tables at one step, in slices, while training goes on.
+
+    slices   each table in turn (table_cut.py); a table that is complete changes freely again
+    the end  files are synced and named, and shard.json comes last, in the executor
+
+A failure of whatever kind ends the cut and nothing else: its part of the folder goes, an event and `progress` tell why.
+
+Thread safety: none; the thread that owns the shard calls. Work of the executor touches only files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from embedding_server.errors import InvalidInput
+from embedding_server.segment_file import sync_folder
+from embedding_server.snapshot_format import (
+    MANIFEST,
+    MAX_SHARDS,
+    OBJECTS,
+    RECORD,
+    ShardRecord,
+    bucket_text,
+    part_folder,
+    write_sealed_json,
+)
+from embedding_server.store import CutProgress, Identity
+from embedding_server.table_cut import TableCut
+
+if TYPE_CHECKING:
+    from embedding_server.table import Table
+
+_FOLDER = re.compile(r"cut-\d{12}-\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class CutRequest:
+    """folder: absolute, ROOT/JOB/cut-<step, 12 digits>-<epoch>; part: the shard's number of num_parts."""
+
+    who: Identity
+    step: int
+    folder: Path
+    part: int
+    num_parts: int
+
+    def check(self) -> None:
+        folder = self.folder
+        if not folder.is_absolute() or ".." in folder.parts or not _FOLDER.fullmatch(folder.name):
+            raise InvalidInput(
+                f"folder={str(folder)!r} must be an absolute path without '..' that ends in cut-<step, 12"
+                " digits>-<epoch>"
+            )
+        if (folder / MANIFEST).exists():
+            raise InvalidInput(
+                f"folder={str(folder)!r} has a whole snapshot, which no cut replaces; begin an epoch above that of"
+                " every snapshot of the job"
+            )
+        if not 0 <= self.part < self.num_parts <= MAX_SHARDS:
+            raise InvalidInput(f"part={self.part} of num_parts={self.num_parts}: at most {MAX_SHARDS}, counted from 0")
+
+
+class Cut:
+    """It begins in the constructor, at a barrier, and ends when is_under_way is False."""
+
+    def __init__(
+        self,
+        request: CutRequest,
+        tables: Mapping[str, Table],
+        buckets: np.ndarray,
+        executor: Executor | None,
+        on_event: Callable[[str], None],
+    ) -> None:
+        """tables: those of the job, which own `buckets` (bool[NUM_BUCKETS])."""
+        self.request = request
+        self._buckets, self._executor, self._on_event = buckets, executor, on_event
+        self._folder = request.folder / part_folder(request.part, request.num_parts)
+        self._tables: list[TableCut] = []
+        self._end: Future[int] | None = None
+        self._error: str | None = None
+        self._bytes = self._rows = 0
+        self.is_under_way = True
+        try:
+            self._begin(tables)
+        except Exception as error:  # training goes on without this cut, whatever ails it
+            self.fail(error)
+
+    def _begin(self, tables: Mapping[str, Table]) -> None:
+        objects = self.request.folder.parent / OBJECTS
+        objects.mkdir(parents=True, exist_ok=True)
+        if self._folder.exists():  # of a process that died
+            shutil.rmtree(self._folder)
+        self._folder.mkdir(parents=True)
+        for number, table in enumerate(tables.values()):
+            self._tables.append(
+                TableCut(table, number, self.request.step, self._folder, objects, self._executor, self.fail)
+            )
+
+    def progress(self) -> CutProgress:
+        written = sum(table.bytes_written for table in self._tables) + self._bytes
+        rows = sum(table.rows_written for table in self._tables) + self._rows
+        return CutProgress(self.request.step, not self.is_under_way, self._error, written, rows)
+
+    @property
+    def is_waiting(self) -> bool:
+        """The executor has work of it: slice has more to do afterwards."""
+        return self._end is not None or any(table.is_waiting for table in self._tables)
+
+    def slice(self) -> bool:
+        """A bounded part of the work. False: nothing can be done now; it is over, or waits for a thread."""
+        try:
+            return self.is_under_way and (self._slice_tables() or self._finish())
+        except Exception as error:  # as in the constructor
+            self.fail(error)
+            return False
+
+    def slice_tables(self) -> bool:
+        """As slice, of the part that keeps tables from an Advance. False when they are free, which may take waiting."""
+        try:
+            if self._slice_tables():
+                return True
+            for table in self._tables:
+                table.finish()
+        except Exception as error:  # as in the constructor
+            self.fail(error)
+        return False
+
+    def wait(self) -> None:
+        """Until the executor is done with what it has of it."""
+        if self._end is not None:
+            self._end.exception()
+        elif self.is_under_way:
+            self.slice_tables()
+
+    def _slice_tables(self) -> bool:
+        return any(table.slice() for table in self._tables)
+
+    def _finish(self) -> bool:
+        if not all(table.is_complete for table in self._tables):
+            return False
+        if self._end is None:
+            self._end = self._start_end()
+            return True
+        if not self._end.done():
+            return False
+        size = self._end.result()
+        progress = self.progress()
+        self._bytes, self._rows, self._tables = progress.bytes_written + size, progress.rows, []
+        self._end, self.is_under_way = None, False
+        return False
+
+    def _start_end(self) -> Future[int]:
+        request = self.request
+        record = ShardRecord(
+            format_version=1,
+            part=request.part,
+            num_parts=request.num_parts,
+            buckets=bucket_text(self._buckets),
+            job=request.who.job,
+            step=request.step,
+            epoch=request.who.epoch,
+            tables=[table.record() for table in self._tables],
+            parent=None,
+            sequence=0,
+        )
+        if self._executor is not None:
+            return self._executor.submit(_publish, self._folder, self._tables, record)
+        done: Future[int] = Future()
+        done.set_result(_publish(self._folder, self._tables, record))
+        return done
+
+    def fail(self, error: Exception) -> None:
+        """Ends it: its files go, training goes on."""
+        self._error = f"{type(error).__name__}: {error}"
+        self._on_event(
+            f"job {self.request.who.job!r}: the cut of step {self.request.step} to {self._folder} failed"
+            f" ({self._error}); training goes on, earlier snapshots are as they were. Free or repair the disk"
+        )
+        self._end_early()
+
+    def abandon(self) -> None:
+        """As fail, for somebody wants it no more; nothing happens if it is over."""
+        if self.is_under_way:
+            self._error = "it was abandoned"
+            self._end_early()
+
+    def _end_early(self) -> None:
+        if self._end is not None and not self._end.cancel():
+            self._end.exception()
+        for table in self._tables:
+            table.abandon()
+        self._end, self._tables, self.is_under_way = None, [], False
+        shutil.rmtree(self._folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # other shards have parts there
+            self.request.folder.rmdir()
+
+
+def _publish(folder: Path, tables: list[TableCut], record: ShardRecord) -> int:
+    """Brings a shard's part to disk, shard.json last; returns its bytes."""
+    for table in tables:
+        table.publish()
+    for place in (folder.parent.parent / OBJECTS, folder, folder.parent, folder.parent.parent):
+        sync_folder(place)
+    write_sealed_json(folder / RECORD, record.model_dump(mode="json"))
+    return (folder / RECORD).stat().st_size

@@ -1,0 +1,457 @@
+"""Restore: fills the tables of a job with what they were at a cut, in slices, on any number of shards.
+
+Each shard reads, of every shard's part, the rows of the buckets that it owns now, and checks each byte that it reads
+against its CRC-32; segment files are linked and checked whole. A failure leaves the tables empty and the job at step 0.
+
+What may differ from the cut: the policy, the optimizer and its parameters, the number of shards and workers. State of
+another kind of optimizer starts anew; heat is carried over to another half-life as it is at the cut's step; rows for
+which there is no room freeze (hot_limit.py).
+
+Thread safety: none; the thread that owns the shard calls.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from embedding_server import heat
+from embedding_server.errors import FrostlineError, InvalidInput, Overloaded, SegmentCorrupt
+from embedding_server.hot_limit import take_slots
+from embedding_server.index import INITIAL
+from embedding_server.kernels.hashing import buckets_of
+from embedding_server.kernels.locations import locations_of
+from embedding_server.optimizers import initial_state
+from embedding_server.segment_reader import MappedSegment
+from embedding_server.snapshot_file import ColumnReader, corrupt
+from embedding_server.snapshot_format import (
+    MAX_SHARDS,
+    NOT_LIVE,
+    OBJECTS,
+    FileRecord,
+    SegmentRecord,
+    ShardRecord,
+    TableRecord,
+    frozen_columns,
+    frozen_file,
+    hot_columns,
+    hot_file,
+    part_folder,
+    read_shard_record,
+    segment_object,
+)
+from embedding_server.snapshot_objects import take_object
+from embedding_server.spec import TableSpec
+from embedding_server.store import NUM_BUCKETS
+from embedding_server.table_cut import COUNTERS
+
+if TYPE_CHECKING:
+    from embedding_server.jobs import Job
+    from embedding_server.table import Table
+
+_ROWS_AT_ONCE, _BYTES_AT_ONCE = 1 << 16, 8 << 20
+_ENTRY_COST = 22  # bytes of index that a row costs at the lowest load, as in admission.py
+_PART = re.compile(r"shard-(\d{1,4})-of-(\d{1,4})")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one shard wrote."""
+
+    folder: Path
+    record: ShardRecord
+    owned: np.ndarray  # bool[NUM_BUCKETS]
+
+
+class Restore:
+    """advance() until it is True.
+
+    Errors: InvalidInput, SegmentCorrupt, Overloaded; all are final and leave the tables of the cut empty.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        job: Job,
+        tables: Mapping[str, Table],
+        buckets: np.ndarray,
+        renew: Callable[[str], Table],
+        on_event: Callable[[str], None],
+    ) -> None:
+        """tables: all of the shard, which owns `buckets` (bool[NUM_BUCKETS]); renew(name) makes one anew, empty."""
+        self.folder = folder
+        self._job, self._tables, self._buckets, self._renew, self._on_event = job, tables, buckets, renew, on_event
+        self._emptied: list[str] = []
+        self._work = self._run()
+
+    def advance(self) -> bool:
+        """Does a bounded part; True: the job is at the cut."""
+        try:
+            return next(self._work, "end") == "end"
+        except FrostlineError:
+            self.abandon()
+            raise
+        except OSError as error:
+            self.abandon()
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                what = "the shard's data_dir has no room for the snapshot's frozen rows: free some, or name another"
+            else:
+                what = "name a snapshot that is whole"
+            raise InvalidInput(f"restore from {self.folder}: {error}; {what}") from error
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Ends it where it stands: the tables are empty afterwards."""
+        self._work.close()
+        for name in self._emptied:
+            self._renew(name)
+        self._emptied = []
+
+    def _run(self) -> Generator[None, None, None]:
+        parts = read_parts(self.folder)
+        step = parts[0].record.step
+        self._check(parts)
+        self._job.steps.begin_restore()
+        for name in _names(parts):
+            self._emptied.append(name)
+            table = self._renew(name)
+            table.job = self._job.steps.job
+            table.move_origin_of_heat(step)
+            yield
+            yield from _TableRestore(table, parts, self._buckets, step, self._on_event).run()
+        self._job.steps.end_restore(step)
+        self._emptied = []
+
+    def _check(self, parts: list[Part]) -> None:
+        """InvalidInput lists everything that differs and must not."""
+        wrong = [line for name in _names(parts) for line in self._differences(name, parts)]
+        trained = [name for name, table in self._tables.items() if table.job == self._job.steps.job]
+        wrong += [f"table {name!r} is not in the snapshot" for name in trained if name not in _names(parts)]
+        if wrong:
+            raise InvalidInput(f"restore from {self.folder}: {'; '.join(wrong)}. Give the job the snapshot's tables")
+
+    def _differences(self, name: str, parts: list[Part]) -> Iterator[str]:
+        table = self._tables.get(name)
+        if table is None:
+            yield f"table {name!r} of the snapshot does not exist here"
+            return
+        if table.job not in (None, self._job.steps.job):
+            yield f"table {name!r} is trained by job {table.job!r}"
+        spec = table.spec
+        for part in parts:
+            record = _record_of(part, name)
+            if record is None:
+                yield f"table {name!r} is missing in {part.folder.name}"
+                continue
+            first = _record_of(parts[0], name)
+            if first is not None and record.spec != first.spec:
+                yield f"table {name!r} has another spec in {part.folder.name} than in {parts[0].folder.name}"
+            if record.spec.dim != spec.dim:
+                yield f"table {name!r}: dim={spec.dim}, in the snapshot {record.spec.dim}"
+                return
+            mine, theirs = ((s.seed, s.init_min, s.init_max) for s in (spec, record.spec))
+            if record.rows_initial and mine != theirs:
+                yield (
+                    f"table {name!r}: seed, init_min, init_max={mine}, in the snapshot {theirs}, which make its"
+                    " untrained rows"
+                )
+                return
+
+
+def read_parts(folder: Path) -> list[Part]:
+    """All parts of a cut, in order. InvalidInput or SegmentCorrupt unless they are whole and of one cut; OSError."""
+    if folder.is_symlink():
+        raise corrupt(folder, "is a symbolic link")
+    matches = (_PART.fullmatch(path.name) for path in folder.iterdir())
+    found = sorted({int(match[2]) for match in matches if match is not None})
+    if len(found) != 1 or not 1 <= found[0] <= MAX_SHARDS:
+        raise InvalidInput(f"restore from {folder}: it has parts of {found or 'no'} shards; name the folder of one cut")
+    parts = []
+    owned_by_all = np.zeros(NUM_BUCKETS, np.int64)
+    for k in range(found[0]):
+        part = folder / part_folder(k, found[0])
+        record = read_shard_record(part)
+        if (record.part, record.num_parts) != (k, found[0]):
+            raise corrupt(part, f"its shard.json is of part {record.part} of {record.num_parts}")
+        names = [table.spec.name for table in record.tables]
+        if len(set(names)) != len(names):
+            raise corrupt(part, "its shard.json names a table twice")
+        parts.append(Part(part, record, record.owned_buckets()))
+        first = parts[0].record
+        if (record.job, record.step, record.epoch) != (first.job, first.step, first.epoch):
+            raise corrupt(part, f"it is of another cut than {parts[0].folder.name}")
+        owned_by_all += parts[-1].owned
+    if (owned_by_all != 1).any():
+        bucket = int(np.flatnonzero(owned_by_all != 1)[0])
+        raise corrupt(folder, f"bucket {bucket} is owned by {int(owned_by_all[bucket])} of its parts")
+    return parts
+
+
+def _names(parts: list[Part]) -> list[str]:
+    return list({table.spec.name: None for part in parts for table in part.record.tables})
+
+
+def _record_of(part: Part, name: str) -> TableRecord | None:
+    return next((table for table in part.record.tables if table.spec.name == name), None)
+
+
+class _TableRestore:
+    """Fills one empty table. Each step of run() is a slice."""
+
+    def __init__(
+        self, table: Table, parts: list[Part], buckets: np.ndarray, step: int, on_event: Callable[[str], None]
+    ) -> None:
+        self._table, self._parts, self._buckets, self._step, self._on_event = table, parts, buckets, step, on_event
+        spec = table.spec
+        theirs = parts[0].record.tables[self._number(parts[0])].spec
+        self._keeps_state = spec.optimizer.kind == theirs.optimizer.kind
+        mine, old = spec.policy.half_life_steps, theirs.policy.half_life_steps
+        self._heat_shift = round(heat.now_code(step, mine) - heat.now_code(step, old))
+
+    def _number(self, part: Part) -> int:
+        return [table.spec.name for table in part.record.tables].index(self._table.spec.name)
+
+    def run(self) -> Iterator[None]:
+        table = self._table
+        if not self._keeps_state:
+            self._on_event(f"table {table.spec.name!r}: another optimizer than in the snapshot: its state starts anew")
+        table.segments.hold()  # a merge would take what has no index entry yet for dead
+        for k, part in enumerate(self._parts):
+            number = self._number(part)
+            record = part.record.tables[number]
+            hot = ColumnReader(part.folder / hot_file(number), hot_columns(record), *_said(record.hot))
+            try:
+                if k == 0:
+                    self._restore_common(record, hot)
+                self._add_counters(part, record)
+                if not (part.owned & self._buckets).any():
+                    continue
+                yield from self._restore_hot(record, hot)
+            finally:
+                hot.close()
+            yield from self._restore_frozen(part, number, record)
+        table.segments.release()
+        table.record_memory()
+
+    # What is no row -----------------------------------------------------------------------------------------------
+
+    def _restore_common(self, record: TableRecord, hot: ColumnReader) -> None:
+        """What is the same on all shards."""
+        table = self._table
+        weights, state = hot.read("default_weights")[None], hot.read("default_state")[None]
+        if not self._keeps_state:
+            state = initial_state(table.spec.optimizer, table.spec.dim)[None]
+        table.default_row.restore(weights.copy(), state.copy())
+        sums = hot.read("weight_decay")
+        if table.decay is not None and sums.shape[0]:
+            table.decay.restore(sums)
+        elif table.decay is not None:
+            table.decay.begin_step(self._step)
+        table.last_step_seen = max(self._step, record.last_step_seen)
+        records = [part.record.tables[self._number(part)] for part in self._parts if (part.owned & self._buckets).any()]
+        rates = [of_part.rate for of_part in records if of_part.rate] if self._keeps_state else []  # 0: had no gradient
+        table.rate = np.float32(rates[0] if rates else 0.0)
+        if table.spec.policy.kind == "topk" and record.frostline is not None:
+            table.frostline = record.frostline.frostline()
+
+    def _add_counters(self, part: Part, record: TableRecord) -> None:
+        """Each part's go to one shard, so that sums over shards stay."""
+        table = self._table
+        table.has_rare_frozen |= record.has_rare_frozen and table.spec.policy.kind == "compact"
+        if part.owned.any() and self._buckets[np.argmax(part.owned)]:
+            for name, value in record.counters.items():
+                if name in COUNTERS:
+                    setattr(table, name, getattr(table, name) + value)
+
+    # Hot rows -------------------------------------------------------------------------------------------------------
+
+    def _restore_hot(self, record: TableRecord, hot: ColumnReader) -> Iterator[None]:
+        offsets = hot.read("bucket_offsets").astype(np.int64)
+        if offsets[0] != 0 or offsets[-1] != record.rows_hot or (np.diff(offsets) < 0).any():
+            raise corrupt(hot.path, f"bucket_offsets do not rise from 0 to {record.rows_hot}")
+        sums = hot.read("weight_decay")
+        rows = max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE // self._table.hot_row_bytes))
+        for first, last in _ranges(offsets, rows):
+            if not self._buckets[first:last].any():
+                continue
+            for start in range(int(offsets[first]), int(offsets[last]), rows):
+                self._add_hot(record, hot, offsets, sums, start, min(int(offsets[last]), start + rows))
+                yield
+
+    def _add_hot(
+        self, record: TableRecord, hot: ColumnReader, offsets: np.ndarray, sums: np.ndarray, start: int, stop: int
+    ) -> None:
+        table = self._table
+        row_ids = hot.read("row_ids", start, stop)
+        buckets = buckets_of(row_ids, NUM_BUCKETS)
+        positions = np.arange(start, stop)
+        if ((positions < offsets[buckets]) | (positions >= offsets[buckets + 1])).any():
+            raise corrupt(hot.path, f"a row of {start} to {stop} is not in its bucket")
+        last_steps = hot.read("last_steps", start, stop)
+        if ((last_steps < 0) | (last_steps > self._step)).any():
+            raise corrupt(hot.path, f"a last step of rows {start} to {stop} is not in 0 to {self._step}")
+        mine = np.flatnonzero(self._buckets[buckets])
+        if not mine.shape[0]:
+            return
+        weights = hot.read("weights", start, stop)[mine].astype(np.float32)
+        state = hot.read("state", start, stop)[mine]
+        if not self._keeps_state:
+            state = np.tile(initial_state(table.spec.optimizer, table.spec.dim), (mine.shape[0], 1))
+        weights = self._with_decay(weights, last_steps[mine], sums)
+        slots = take_slots(table, mine.shape[0], self._step, entry_bytes=_ENTRY_COST)
+        if slots.shape[0] < mine.shape[0]:
+            raise Overloaded(
+                f"table {table.spec.name!r}: {record.rows_hot} hot rows of the snapshot do not fit hot_bytes or"
+                " memory_limit_bytes, and nothing can freeze; raise the limit or add shards",
+                1000,
+            )
+        table.hot.write(slots, weights, state)
+        table.last_step.array[slots, 0] = last_steps[mine]
+        table.visits.array[slots, 0] = hot.read("visits", start, stop)[mine]
+        self._insert(hot.path, row_ids[mine], slots.astype(np.uint32), hot.read("heat", start, stop)[mine])
+
+    def _with_decay(self, weights: np.ndarray, last_steps: np.ndarray, sums: np.ndarray) -> np.ndarray:
+        """Weights such that the table's own sums take off them what those of the cut, float64[s + 1], would have."""
+        owed = np.zeros(last_steps.shape[0])
+        if sums.shape[0]:
+            settled = np.concatenate([[0.0], sums[:-1]])
+            owed += sums[-1] - settled[np.minimum(last_steps, settled.shape[0] - 1)]
+        if self._table.decay is not None:
+            owed -= self._table.decay.owed(last_steps)
+        if not owed.any():
+            return weights
+        return (weights * np.exp(owed)[:, None]).astype(np.float32)
+
+    def _insert(self, path: Path, row_ids: np.ndarray, locations: np.ndarray, codes: np.ndarray) -> None:
+        if not row_ids.shape[0]:
+            return
+        index = self._table.index
+        entries, _, used = index.insert(row_ids, locations)
+        if used < row_ids.shape[0]:
+            raise corrupt(path, "a row_id occurs twice in the snapshot")
+        if self._heat_shift:
+            shifted = np.clip(codes.astype(np.int64) + self._heat_shift, 1, 65535).astype(np.uint16)
+            codes = np.where(codes == 0, codes, shifted)
+        index.set_heat(entries, codes)
+
+    # Frozen rows ------------------------------------------------------------------------------------------------------
+
+    def _restore_frozen(self, part: Part, number: int, record: TableRecord) -> Iterator[None]:
+        path = part.folder / frozen_file(number)
+        frozen = ColumnReader(path, frozen_columns(record), *_said(record.frozen))
+        try:
+            for k, segment in enumerate(record.segments):
+                yield from self._restore_segment(part, segment, frozen, f"heat.{k}")
+            for start in range(0, record.rows_initial, _ROWS_AT_ONCE):
+                self._add_initial(frozen, start, min(record.rows_initial, start + _ROWS_AT_ONCE))
+                yield
+            waiting = self._table.waiting
+            for start in range(0, record.rows_waiting if waiting is not None else 0, _ROWS_AT_ONCE):
+                self._add_waiting(frozen, start, min(record.rows_waiting, start + _ROWS_AT_ONCE))
+                yield
+        finally:
+            frozen.close()
+
+    def _restore_segment(self, part: Part, segment: SegmentRecord, frozen: ColumnReader, column: str) -> Iterator[None]:
+        """Links a segment, unless no row of it is in this shard's buckets, and enters its live rows into the index."""
+        objects = part.folder.parent.parent / OBJECTS
+        path = self._table.segments.new_path()
+        try:
+            yield from self._restore_file(objects, path, segment, frozen, column)
+        except SegmentCorrupt as error:  # path is a link to it, that is gone when people look
+            if error.path != str(path):
+                raise
+            raise corrupt(objects / segment_object(segment.digest), str(error)) from error
+
+    def _restore_file(
+        self, objects: Path, path: Path, segment: SegmentRecord, frozen: ColumnReader, column: str
+    ) -> Iterator[None]:
+        table = self._table
+        mapped = take_object(objects, segment, path)
+        try:
+            _check_segment(mapped, table.spec)
+            yield
+            for _ in mapped.check_all():
+                yield
+            offsets = mapped.arrays.bucket_offsets.astype(np.int64)
+            counts = np.diff(offsets)
+            is_wanted = bool(counts[self._buckets].any())
+            is_cold = not (self._keeps_state and segment.has_state)
+            slot = self._adopt(mapped, is_cold=is_cold) if is_wanted else None
+        except BaseException:
+            mapped.close()
+            path.unlink(missing_ok=True)
+            raise
+        if slot is None:
+            mapped.close()
+            path.unlink(missing_ok=True)
+            return
+        dead = mapped.num_rows
+        for first, last in _ranges(offsets, _ROWS_AT_ONCE):
+            dead -= self._add_frozen(mapped, slot, frozen, column, int(offsets[first]), int(offsets[last]))
+            yield
+        table.segments.mark_dead(locations_of(slot, 0, dead))  # which ones they are, the index knows
+        table.record_memory()
+
+    def _adopt(self, mapped: MappedSegment, *, is_cold: bool) -> int:
+        segments = self._table.segments
+        if segments.is_crowded:  # many parts, each with its segments, all of them in the index by now
+            segments.release()
+            self._table.settle_segments(None)
+            segments.hold()
+        return segments.adopt(mapped, is_cold=is_cold)
+
+    def _add_frozen(
+        self, mapped: MappedSegment, slot: int, frozen: ColumnReader, column: str, start: int, stop: int
+    ) -> int:
+        codes = frozen.read(column, start, stop)
+        row_ids = mapped.arrays.row_ids[start:stop]
+        live = np.flatnonzero((codes != NOT_LIVE) & self._buckets[buckets_of(row_ids, NUM_BUCKETS)])
+        locations = locations_of(slot, start, stop - start)
+        self._insert(frozen.path, row_ids[live], locations[live], codes[live])
+        self._table.rows_frozen += live.shape[0]
+        return live.shape[0]
+
+    def _add_initial(self, frozen: ColumnReader, start: int, stop: int) -> None:
+        row_ids = frozen.read("initial_row_ids", start, stop)
+        mine = np.flatnonzero(self._buckets[buckets_of(row_ids, NUM_BUCKETS)])
+        codes = frozen.read("initial_heat", start, stop)[mine]
+        self._insert(frozen.path, row_ids[mine], np.full(mine.shape[0], INITIAL), codes)
+        self._table.rows_frozen += mine.shape[0]
+
+    def _add_waiting(self, frozen: ColumnReader, start: int, stop: int) -> None:
+        assert self._table.waiting is not None
+        row_ids = frozen.read("waiting_row_ids", start, stop)
+        mine = np.flatnonzero(self._buckets[buckets_of(row_ids, NUM_BUCKETS)])
+        counts = frozen.read("waiting_counts", start, stop)[mine]
+        if not self._table.waiting.restore(row_ids[mine], counts):
+            raise corrupt(frozen.path, "an ID occurs twice among those that wait for admission")
+
+
+def _check_segment(mapped: MappedSegment, spec: TableSpec) -> None:
+    found = (mapped.format.table, mapped.format.dim, mapped.format.num_buckets)
+    if found != (spec.name, spec.dim, NUM_BUCKETS):
+        raise corrupt(mapped.path, f"table, dim and buckets are {found}, not {(spec.name, spec.dim, NUM_BUCKETS)}")
+
+
+def _said(file: FileRecord) -> tuple[int, int]:
+    return file.size_bytes, file.crc32
+
+
+def _ranges(offsets: np.ndarray, rows: int) -> Iterator[tuple[int, int]]:
+    """Ranges of buckets [first, last) with about `rows` rows, at least one bucket, over all buckets with rows."""
+    first = 0
+    while first < NUM_BUCKETS:
+        last = int(np.searchsorted(offsets, offsets[first] + rows, side="right")) - 1
+        last = min(NUM_BUCKETS, max(first + 1, last))
+        if offsets[last] > offsets[first]:
+            yield first, last
+        first = last

@@ -1,0 +1,290 @@
+"""The column file of a snapshot: named arrays of known shapes, in one checksummed safetensors file.
+
+Layout. DO NOT CHANGE (format_version of ShardRecord). All numbers are little-endian.
+
+    offset       bytes   what
+    0            8       uint64 H: bytes of the header
+    8            H       JSON header, ASCII, padded with spaces so that 8 + H is a multiple of 8
+    8 + H        ...     the columns in their order, without holes
+    E            4 K     block_crcs uint32[K]: CRC-32 of each 64 KiB of the first column, then of the second, ...; the
+                         last block of a column may be shorter
+
+The header follows from the columns alone, so a reader makes it anew and compares: nothing of it is parsed. Whoever
+names the file keeps its size and the CRC-32 of block_crcs (snapshot_format.FileRecord), so that every byte is covered
+and any range of rows can be read and checked without the rest of the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from isal.isal_zlib import crc32
+
+from embedding_server.errors import SegmentCorrupt
+from embedding_server.segment_file import CRC_BLOCK_BYTES, PARTIAL_SUFFIX, sync_fd, write_all
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "I64": np.dtype("<i8"), "F64": np.dtype("<f8"), "I32": np.dtype("<i4"), "U32": np.dtype("<u4"),
+    "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "U16": np.dtype("<u2"), "U8": np.dtype("u1"),
+}  # fmt: skip
+_READ_BYTES = 4 << 20  # checked a step of ColumnReader.verify
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """An array [n] or [n, width]; n is its number of rows."""
+
+    name: str
+    dtype: str  # one of DTYPES
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        return DTYPES[self.dtype].itemsize * math.prod(self.shape[1:])
+
+    @property
+    def size_bytes(self) -> int:
+        return self.row_bytes * self.shape[0]
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.size_bytes // CRC_BLOCK_BYTES)
+
+
+def header_bytes(columns: Sequence[Column]) -> bytes:
+    """What the file starts with."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "frostline-columns", "format_version": "1"}}
+    num_blocks = sum(column.num_blocks for column in columns)
+    start = 0
+    for column in [*columns, Column("block_crcs", "U32", (num_blocks,))]:
+        end = start + column.size_bytes
+        entries[column.name] = {"dtype": column.dtype, "shape": list(column.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def file_size(columns: Sequence[Column]) -> int:
+    blocks = sum(column.num_blocks for column in columns)
+    return len(header_bytes(columns)) + sum(column.size_bytes for column in columns) + 4 * blocks
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor to read a file of a snapshot. SegmentCorrupt unless it is a regular file; OSError."""
+    if path.is_symlink() or path.parent.is_symlink():
+        raise corrupt(path, "is, or lies behind, a symbolic link")
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise corrupt(path, "is no regular file")
+    return fd
+
+
+def corrupt(path: Path, what: str) -> SegmentCorrupt:
+    return SegmentCorrupt(
+        f"snapshot file {path}: {what}; it was damaged or is no file of a snapshot: restore another one", str(path)
+    )
+
+
+class _ColumnCursor:
+    """Where the next bytes of a column go. Less than a block waits in memory."""
+
+    def __init__(self, column: Column, offset: int) -> None:
+        self.column = column
+        self.offset = offset  # in the file, of the next block
+        self.end = offset + column.size_bytes
+        self.waiting = bytearray()
+        self.crcs: list[int] = []
+
+    def take(self, data: memoryview) -> bytes | memoryview:
+        """The whole blocks that are there now, their CRCs noted."""
+        if len(self.waiting) + len(data) < CRC_BLOCK_BYTES:
+            self.waiting += data
+            return b""
+        if self.waiting:
+            data = memoryview(bytes(self.waiting) + data)
+        whole = len(data) - len(data) % CRC_BLOCK_BYTES
+        self.waiting = bytearray(data[whole:])
+        self._count(data[:whole])
+        return data[:whole]
+
+    def rest(self) -> bytes:
+        data = bytes(self.waiting)
+        self.waiting = bytearray()
+        self._count(memoryview(data))
+        return data
+
+    def _count(self, data: memoryview) -> None:
+        for start in range(0, len(data), CRC_BLOCK_BYTES):
+            self.crcs.append(crc32(data[start : start + CRC_BLOCK_BYTES]))
+
+
+class ColumnWriter:
+    """Writes a column file, each column from its first row on, in any order between the columns.
+
+    append ...; complete(); sync(), in any thread; publish(). Or abandon(), at any time. Methods raise OSError.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[Column]) -> None:
+        self.path = path
+        self._partial = path.with_name(path.name + PARTIAL_SUFFIX)
+        header = header_bytes(columns)
+        self._cursors: dict[str, _ColumnCursor] = {}
+        offset = len(header)
+        for column in columns:
+            self._cursors[column.name] = _ColumnCursor(column, offset)
+            offset += column.size_bytes
+        self._crcs_at = offset
+        self.size_bytes = file_size(columns)
+        self.crc32 = 0  # of block_crcs, after complete()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fd: int | None = os.open(self._partial, flags, 0o644)
+        try:
+            self._write(header, 0)
+        except OSError:
+            self.abandon()
+            raise
+
+    def append(self, name: str, rows: np.ndarray) -> None:
+        """The next rows of a column, in its dtype."""
+        cursor = self._cursors[name]
+        assert rows.dtype == DTYPES[cursor.column.dtype], f"column {name} of {self.path} takes {cursor.column.dtype}"
+        if not rows.size:
+            return
+        data = cursor.take(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
+        assert cursor.offset + len(data) + len(cursor.waiting) <= cursor.end, f"column {name} of {self.path} is full"
+        self._write(data, cursor.offset)
+        cursor.offset += len(data)
+
+    def complete(self) -> None:
+        """Every column has all its rows: writes what waits, and block_crcs."""
+        crcs: list[int] = []
+        for name, cursor in self._cursors.items():
+            rest = cursor.rest()
+            self._write(rest, cursor.offset)
+            cursor.offset += len(rest)
+            assert cursor.offset == cursor.end, f"column {name} of {self.path} lacks {cursor.end - cursor.offset} bytes"
+            crcs += cursor.crcs
+        data = np.array(crcs, "<u4").tobytes()
+        self._write(data, self._crcs_at)
+        self.crc32 = crc32(data)
+
+    def sync(self) -> None:
+        """Returns when what was written is on disk."""
+        assert self._fd is not None
+        sync_fd(self._fd)
+
+    def publish(self) -> None:
+        """Gives the file its name; the caller syncs the folder."""
+        self._close()
+        os.rename(self._partial, self.path)
+
+    def abandon(self) -> None:
+        """Removes the file under its temporary name, if it is there."""
+        self._close()
+        with contextlib.suppress(OSError):
+            self._partial.unlink()
+
+    def _close(self) -> None:
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            os.close(fd)
+
+    def _write(self, data: bytes | memoryview, offset: int) -> None:
+        assert self._fd is not None
+        if len(data):
+            os.lseek(self._fd, offset, os.SEEK_SET)
+            write_all(self._fd, memoryview(data))
+
+
+class ColumnReader:
+    """Reads ranges of rows of a column file. SegmentCorrupt names the file if a byte of them is not what it was."""
+
+    def __init__(self, path: Path, columns: Sequence[Column], size_bytes: int, crc: int) -> None:
+        """size_bytes, crc: what the writer said of the file. SegmentCorrupt or OSError if it is another."""
+        self.path = path
+        self._columns: dict[str, tuple[Column, int, int]] = {}  # with the offset of its first byte, and of its CRCs
+        self._fd: int | None = open_regular(path)
+        try:
+            self._crcs = self._check(columns, size_bytes, crc)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check(self, columns: Sequence[Column], size_bytes: int, crc: int) -> np.ndarray:
+        assert self._fd is not None
+        expected, size = file_size(columns), os.fstat(self._fd).st_size
+        if expected != size_bytes:
+            raise corrupt(self.path, f"should have {size_bytes} bytes, but its columns take {expected}")
+        if size != size_bytes:
+            raise corrupt(self.path, f"has {size} bytes, not {size_bytes}")
+        header = header_bytes(columns)
+        if self._read(0, len(header)) != header:
+            raise corrupt(self.path, "its header is not that of its columns")
+        offset, block = len(header), 0
+        for column in columns:
+            self._columns[column.name] = column, offset, block
+            offset += column.size_bytes
+            block += column.num_blocks
+        data = self._read(offset, 4 * block)
+        if crc32(data) != crc:
+            raise corrupt(self.path, "its block_crcs do not match their CRC-32")
+        return np.frombuffer(data, "<u4")
+
+    def num_rows(self, name: str) -> int:
+        return self._columns[name][0].shape[0]
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Rows [start, stop) of a column, a copy; None: to its end."""
+        column = self._columns[name][0]
+        stop = column.shape[0] if stop is None else stop
+        assert 0 <= start <= stop <= column.shape[0]
+        data = self._read_checked(name, start * column.row_bytes, stop * column.row_bytes)
+        return np.frombuffer(data, DTYPES[column.dtype]).reshape(stop - start, *column.shape[1:])
+
+    def verify(self) -> Iterator[int]:
+        """Reads and checks everything, yielding the bytes of each bounded step."""
+        for name, (column, _, _) in self._columns.items():
+            for start in range(0, column.size_bytes, _READ_BYTES):
+                stop = min(column.size_bytes, start + _READ_BYTES)
+                self._read_checked(name, start, stop)
+                yield stop - start
+
+    def close(self) -> None:
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            os.close(fd)
+
+    def _read_checked(self, name: str, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop) of a column, after every block of them was compared with its CRC-32."""
+        column, offset, first_crc = self._columns[name]
+        if start == stop:
+            return memoryview(bytearray())
+        first = start // CRC_BLOCK_BYTES
+        begin, end = first * CRC_BLOCK_BYTES, min(column.size_bytes, -(-stop // CRC_BLOCK_BYTES) * CRC_BLOCK_BYTES)
+        data = memoryview(self._read(offset + begin, end - begin))
+        for block, at in enumerate(range(0, end - begin, CRC_BLOCK_BYTES), first):
+            if crc32(data[at : at + CRC_BLOCK_BYTES]) != int(self._crcs[first_crc + block]):
+                raise corrupt(self.path, f"block {block} of column {name} does not match its CRC-32")
+        return data[start - begin : stop - begin]
+
+    def _read(self, offset: int, size: int) -> bytearray:
+        assert self._fd is not None
+        data = bytearray(size)
+        done = 0
+        while done < size:
+            got = os.preadv(self._fd, [memoryview(data)[done:]], offset + done)
+            if got <= 0:
+                raise corrupt(self.path, f"ends at byte {offset + done}, it was cut off while it was read")
+            done += got
+        return data

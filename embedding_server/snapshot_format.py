@@ -1,0 +1,285 @@
+"""What a snapshot is on disk: names, columns and shard.json. DO NOT CHANGE; a change needs a new format_version.
+
+A cut leaves this, ROOT/JOB being the folder of a job:
+
+    ROOT/JOB/objects/<digest>.segment       segment files (segment_file.py), linked or copied once, by `segment_digest`
+    ROOT/JOB/cut-<step, 12 digits>-<epoch>/
+        shard-<k>-of-<n>/                   what shard k of n owned at the cut
+            table-<i>-hot.safetensors       column files (snapshot_file.py), i from 0 in the order of shard.json
+            table-<i>-frozen.safetensors
+            shard.json                      the last file of the shard
+        ...                                 trainer/ adds the dense part and the manifest
+
+Every name is made of numbers and digests; none is read from a file. A hot file has, for n hot rows in order of bucket:
+
+    row_ids I64[n]          weight_decay F64[s + 1]: settled[1..s], then total (weight_decay.py); F64[0] without decay
+    state F32[n, C]         last_steps I32[n]           bucket_offsets U32[1025]
+    default_weights F32[D]  default_state F32[C]        weights F32[n, D], with hot_bits 16 F16[n, D]
+    heat U16[n]             visits U8[n]
+
+Weights are as they lie in memory: what weight decay still takes off them is told by last_steps and weight_decay. A
+frozen file has the m rows that froze at their initial value, the w IDs below min_count with their visits, and the heat
+of the rows of each segment, NOT_LIVE where that position is no row any more:
+
+    initial_row_ids I64[m]  waiting_row_ids I64[w]      waiting_counts U32[w]
+    initial_heat U16[m]     heat.<k> U16[rows of segment k]
+
+shard.json is JSON of the form {"crc32":"<8 hex digits>","content":{...}}; the CRC-32 is that of every byte behind the
+first comma (`write_sealed_json`), and the content is a ShardRecord. It has the CRC-32 of each column file's block_crcs
+and each segment's digest, which cover all other bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from isal.isal_zlib import crc32
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from embedding_server.optimizers import num_state_columns
+from embedding_server.segment_file import PARTIAL_SUFFIX, sync_fd, sync_folder, write_all
+from embedding_server.snapshot_file import Column, corrupt, open_regular
+from embedding_server.spec import MAX_STEPS, TableSpec
+from embedding_server.store import NUM_BUCKETS, NUM_RANK_BINS, Frostline
+
+MAX_JSON_BYTES = 16 << 20
+MAX_JSON_VALUES = 1 << 19  # some 50 MB as Python objects
+MAX_SHARDS, MAX_TABLES, MAX_SEGMENTS = 4096, 4096, 256
+NOT_LIVE = 0xFFFF  # in heat.<k>; a live row of this heat, which takes 2^24 visits, is written as 0xFFFE
+OBJECTS, RECORD, MANIFEST = "objects", "shard.json", "manifest.json"
+_SEAL = re.compile(rb'\{"crc32":"([0-9a-f]{8})",')
+_SEAL_BYTES = 20
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+
+
+class FileRecord(_Record):
+    """A column file."""
+
+    size_bytes: int = Field(ge=0)
+    crc32: int = Field(ge=0, lt=2**32, description="of its block_crcs")
+
+
+class SegmentRecord(_Record):
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+    size_bytes: int = Field(ge=0)
+    num_rows: int = Field(ge=1, lt=2**23)
+    bits: Literal[4, 8, 16, 32]
+    has_state: bool = Field(description="its accumulators are of the table's optimizer; else a thaw starts without any")
+
+
+class FrostlineRecord(_Record):
+    """As store.Frostline."""
+
+    bin: int = Field(ge=-1, lt=NUM_RANK_BINS)
+    tie_fraction: float = Field(ge=0.0, le=1.0)
+    margin_bins: int = Field(ge=0, le=NUM_RANK_BINS)
+    held_fraction: float = Field(ge=0.0, le=1.0)
+
+    @classmethod
+    def of(cls, line: Frostline) -> FrostlineRecord:
+        return cls(
+            bin=line.bin,
+            tie_fraction=line.tie_fraction,
+            margin_bins=line.margin_bins,
+            held_fraction=line.held_fraction,
+        )
+
+    def frostline(self) -> Frostline:
+        return Frostline(self.bin, self.tie_fraction, self.margin_bins, self.held_fraction)
+
+
+class TableRecord(_Record):
+    """One table of one shard."""
+
+    spec: TableSpec
+    rows_hot: int = Field(ge=0, lt=2**31)
+    rows_initial: int = Field(ge=0, lt=2**40, description="frozen at their initial value")
+    rows_waiting: int = Field(ge=0, lt=2**40, description="IDs below min_count")
+    segments: list[SegmentRecord] = Field(max_length=MAX_SEGMENTS)
+    decay_steps: int = Field(ge=0, le=MAX_STEPS, description="steps that weight_decay has sums of; 0 without decay")
+    last_step_seen: int = Field(ge=0, le=MAX_STEPS)
+    rate: float = Field(description="of the last Push, as the update kernels take it")
+    frostline: FrostlineRecord | None
+    has_rare_frozen: bool
+    counters: dict[str, int] = Field(max_length=64, description="of TableStats and MaskInfo")
+    hot: FileRecord
+    frozen: FileRecord
+
+
+class ShardRecord(_Record):
+    """shard.json."""
+
+    format_version: Literal[1]
+    part: int = Field(ge=0, lt=MAX_SHARDS)
+    num_parts: int = Field(ge=1, le=MAX_SHARDS)
+    buckets: str = Field(pattern=r"^[0-9a-f]{256}$", description="owned ones: a bit each, bucket 0 the highest of all")
+    job: str = Field(min_length=1, max_length=1024)
+    step: int = Field(ge=0, le=MAX_STEPS)
+    epoch: int = Field(ge=0, lt=2**63)
+    tables: list[TableRecord] = Field(max_length=MAX_TABLES)
+    parent: None
+    sequence: Literal[0]
+
+    def owned_buckets(self) -> np.ndarray:
+        """bool[NUM_BUCKETS]."""
+        return np.unpackbits(np.frombuffer(bytes.fromhex(self.buckets), np.uint8)).astype(np.bool_)
+
+
+def bucket_text(buckets: np.ndarray) -> str:
+    """ShardRecord.buckets of bool[NUM_BUCKETS]."""
+    return np.packbits(buckets).tobytes().hex()
+
+
+# Names --------------------------------------------------------------------------------------------------------------
+
+
+def cut_folder(step: int, epoch: int) -> str:
+    return f"cut-{step:012d}-{epoch}"
+
+
+def part_folder(part: int, num_parts: int) -> str:
+    return f"shard-{part}-of-{num_parts}"
+
+
+def hot_file(table: int) -> str:
+    return f"table-{table}-hot.safetensors"
+
+
+def frozen_file(table: int) -> str:
+    return f"table-{table}-frozen.safetensors"
+
+
+def segment_object(digest: str) -> str:
+    return f"{digest}.segment"
+
+
+def segment_digest(header: bytes, block_crcs: np.ndarray) -> str:
+    """The name of a segment by content: sha256 over its header and its block_crcs, which cover every other byte."""
+    return hashlib.sha256(header + block_crcs.tobytes()).hexdigest()
+
+
+# Columns ------------------------------------------------------------------------------------------------------------
+
+
+def hot_columns(table: TableRecord) -> list[Column]:
+    return hot_columns_of(table.spec, table.rows_hot, table.decay_steps)
+
+
+def hot_columns_of(spec: TableSpec, rows_hot: int, decay_steps: int) -> list[Column]:
+    n, dim, state = rows_hot, spec.dim, num_state_columns(spec.optimizer.kind, spec.dim)
+    return [
+        Column("row_ids", "I64", (n,)),
+        Column("weight_decay", "F64", (decay_steps + 1 if decay_steps else 0,)),
+        Column("state", "F32", (n, state)),
+        Column("last_steps", "I32", (n,)),
+        Column("bucket_offsets", "U32", (NUM_BUCKETS + 1,)),
+        Column("default_weights", "F32", (dim,)),
+        Column("default_state", "F32", (state,)),
+        Column("weights", "F16" if spec.policy.hot_bits == 16 else "F32", (n, dim)),
+        Column("heat", "U16", (n,)),
+        Column("visits", "U8", (n,)),
+    ]
+
+
+def frozen_columns(table: TableRecord) -> list[Column]:
+    rows = [segment.num_rows for segment in table.segments]
+    return frozen_columns_of(rows, table.rows_initial, table.rows_waiting)
+
+
+def frozen_columns_of(segment_rows: list[int], rows_initial: int, rows_waiting: int) -> list[Column]:
+    """segment_rows: the number of rows of each segment, dead ones included."""
+    return [
+        Column("initial_row_ids", "I64", (rows_initial,)),
+        Column("waiting_row_ids", "I64", (rows_waiting,)),
+        Column("waiting_counts", "U32", (rows_waiting,)),
+        Column("initial_heat", "U16", (rows_initial,)),
+        *(Column(f"heat.{k}", "U16", (n,)) for k, n in enumerate(segment_rows)),
+    ]
+
+
+# Reading and writing JSON -------------------------------------------------------------------------------------------
+
+
+def write_sealed_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a whole file with its CRC-32 in front, under its name once it is on disk; OSError, and no file, if not."""
+    rest = b'"content":' + json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii") + b"}"
+    data = b'{"crc32":"%08x",' % crc32(rest) + rest
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    try:
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            write_all(fd, memoryview(data))
+            sync_fd(fd)
+        finally:
+            os.close(fd)
+        os.rename(partial, path)
+        sync_folder(path.parent)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def read_sealed_json(path: Path) -> dict[str, Any]:
+    """The content of a file of write_sealed_json. SegmentCorrupt names the file and what is wrong; OSError."""
+    data = _read_bounded(path)
+    seal = _SEAL.match(data[:_SEAL_BYTES])
+    if seal is None:
+        raise corrupt(path, "does not start with its CRC-32")
+    if int(seal[1], 16) != crc32(data[_SEAL_BYTES:]):
+        raise corrupt(path, "does not match its CRC-32")
+    if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_JSON_VALUES:
+        raise corrupt(path, f"has more than {MAX_JSON_VALUES} values")
+    try:
+        whole = json.loads(data.decode("ascii"), object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise corrupt(path, f"is no JSON ({error})") from None
+    if set(whole) != {"crc32", "content"} or not isinstance(whole["content"], dict):
+        raise corrupt(path, "has no content")
+    return whole["content"]
+
+
+def read_model(path: Path, model: type[_Model]) -> _Model:
+    """read_sealed_json, checked against a model."""
+    content = read_sealed_json(path)
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise corrupt(path, f"{where}: {first['msg']} ({error.error_count()} errors in all)") from None
+
+
+def read_shard_record(folder: Path) -> ShardRecord:
+    """shard.json of a shard's folder."""
+    return read_model(folder / RECORD, ShardRecord)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key appears twice")
+    return found
+
+
+def _read_bounded(path: Path) -> bytes:
+    fd = open_regular(path)
+    try:
+        size = os.fstat(fd).st_size
+        if size > MAX_JSON_BYTES:
+            raise corrupt(path, f"has {size} bytes, more than {MAX_JSON_BYTES}")
+        return os.pread(fd, size, 0)
+    finally:
+        os.close(fd)

@@ -1,0 +1,356 @@
+"""TableCut: writes one table as it was when the cut began, in slices, while training goes on.
+
+    rows        waiting IDs, then the rows bucket by bucket, into a hot and a frozen file (snapshot_format.py)
+    segments    a link to the file of each segment, or a file of its own for one that is still small
+
+A row that is about to change before it is written is copied first (`preserve`, preimages.py): its pre-image is what the
+cut has of it. These take at most a tenth of the table's hot bytes; beyond, whoever changes rows writes slices of the
+cut until there is room. Segments are held (segments.py) until all are linked, so locations stay what they were.
+
+Thread safety: none; it belongs to the table. Work given to `executor` touches nothing but files and sealed buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from embedding_server.admission import NUM_WAITING_BUCKETS
+from embedding_server.index import FROZEN_BIT, INITIAL, Index
+from embedding_server.index_walk import slice_end
+from embedding_server.kernels.hashing import buckets_of
+from embedding_server.kernels.locations import MAX_SEGMENT_ROWS, MAX_SLOTS, SLOT_SHIFT
+from embedding_server.kernels.visits import has_duplicates
+from embedding_server.preimages import ABSENT, HotColumns, PreImages
+from embedding_server.segment_reader import MappedSegment
+from embedding_server.snapshot_file import ColumnWriter
+from embedding_server.snapshot_format import (
+    NOT_LIVE,
+    FileRecord,
+    FrostlineRecord,
+    SegmentRecord,
+    TableRecord,
+    frozen_columns_of,
+    frozen_file,
+    hot_columns_of,
+    hot_file,
+)
+from embedding_server.snapshot_objects import put_object
+from embedding_server.store import NUM_BUCKETS
+
+if TYPE_CHECKING:
+    from embedding_server.table import Table
+
+T = TypeVar("T")
+
+#: What a table counts for TableStats and MaskInfo, and a restored one goes on from.
+COUNTERS = (
+    "rows_ignored", "rows_unfreezable", "rows_default_reads", "moves_frozen", "moves_frozen_idle", "moves_frozen_rank",
+    "moves_frozen_limit", "moves_thawed", "moves_thawed_visit", "moves_thawed_rank", "moves_forgotten", "rows_ranked",
+    "rows_ranked_before",
+)  # fmt: skip
+_SLICE_BYTES, _SLICE_ROWS = 1 << 20, 4096  # of hot rows: gathering, CRC and write of 1 MiB take about 1 ms
+
+
+class TableCut:
+    """slice() until is_complete; then record(). The table's rows may be changed after `preserve` of them.
+
+    on_error takes what ends the cut; it must call `abandon` before it returns.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        number: int,
+        step: int,
+        folder: Path,
+        objects: Path,
+        executor: Executor | None,
+        on_error: Callable[[Exception], None],
+    ) -> None:
+        """At a barrier of `step`. OSError, with nothing left behind, if its files cannot be made."""
+        self._table, self._executor, self._on_error = table, executor, on_error
+        self._objects = objects
+        table.move_origin_of_heat(step)  # so that the heat of all shards has one origin
+        self._slots = table.segments.hold()
+        self._log = PreImages(table)
+        self._waiting_log = Index(NUM_WAITING_BUCKETS)
+        self.bucket = 0  # rows of the buckets below are written
+        self._waiting_bucket = 0 if table.waiting is not None else NUM_WAITING_BUCKETS
+        self._hot_counts = np.zeros(NUM_BUCKETS + 1, np.int64)
+        self._segments: list[SegmentRecord] = []
+        self._link: Future[tuple[SegmentRecord, int]] | None = None
+        self._files: list[ColumnWriter] = []
+        self.is_complete = False
+        self.bytes_written = self.rows_written = 0
+        try:
+            self._offsets = [_bucket_offsets(table.segments.stage_of(slot)) for slot in self._slots]
+            self._note_table(step)
+            self._create_files(number, folder)
+        except BaseException:
+            self.abandon()
+            raise
+        self._rows_work = self._write_all()
+        table.cut = self
+
+    def _note_table(self, step: int) -> None:
+        """What of the table is no row; copies, for training changes it."""
+        table = self._table
+        stored = table.segments.rows_total - table.segments.rows_dead
+        self._noted: dict[str, Any] = {
+            "spec": table.spec,
+            "rows_hot": len(table.index) - table.rows_frozen,
+            "rows_initial": table.rows_frozen - stored,
+            "rows_waiting": len(table.waiting) if table.waiting is not None else 0,
+            "decay_steps": step if table.decay is not None else 0,
+            "last_step_seen": table.last_step_seen,
+            "rate": float(table.rate),
+            "frostline": FrostlineRecord.of(table.frostline) if table.frostline is not None else None,
+            "has_rare_frozen": table.has_rare_frozen,
+            "counters": {name: int(getattr(table, name)) for name in COUNTERS},
+        }
+        self._decay = table.decay.sums(step) if table.decay is not None and step else np.empty(0)
+        self._default = table.default_row.read(), table.default_row.read_state()
+
+    def _create_files(self, number: int, folder: Path) -> None:
+        rows = [int(offsets[-1]) for offsets in self._offsets]
+        noted = self._noted
+        hot = hot_columns_of(self._table.spec, noted["rows_hot"], noted["decay_steps"])
+        frozen = frozen_columns_of(rows, noted["rows_initial"], noted["rows_waiting"])
+        self._files.append(ColumnWriter(folder / hot_file(number), hot))
+        self._files.append(ColumnWriter(folder / frozen_file(number), frozen))
+
+    # Before a change ------------------------------------------------------------------------------------------------
+
+    def preserve(self, row_ids: np.ndarray) -> None:
+        """Rows int64[n] are about to change, come or go."""
+        while self.bucket < NUM_BUCKETS:
+            new = self._log.absent_from(row_ids, self.bucket)
+            if not new.shape[0]:
+                return
+            if has_duplicates(new):
+                new = np.unique(new)
+            index = self._table.index
+            entries, locations, _, _ = index.locate(new)
+            is_absent = entries == 0
+            if self._log.has_room(locations, is_absent):
+                self._log.add(new, locations, is_absent, index.heat_of(entries))
+                return
+            self._write_slice()
+
+    def preserve_waiting(self, row_ids: np.ndarray, *, halves: bool) -> None:
+        """Counts of IDs int64[n] below min_count are about to change; halves: those of all others, too."""
+        while self._waiting_bucket < NUM_WAITING_BUCKETS and (
+            halves or self._waiting_log.size_bytes > self._log.limit_bytes
+        ):
+            self._write_slice()
+        if self._waiting_bucket < NUM_WAITING_BUCKETS:
+            assert self._table.waiting is not None
+            new = self._waiting_log.absent_from(row_ids, self._waiting_bucket)
+            self._waiting_log.insert(new, self._table.waiting.counts_of(new))
+
+    # Writing --------------------------------------------------------------------------------------------------------
+
+    def slice(self) -> bool:
+        """Does a bounded part of what is left. False: nothing can be done now; it is complete or waits for a thread."""
+        if self.is_complete:
+            return False
+        if next(self._rows_work, "end") != "end":
+            return True
+        return self._link_segments()
+
+    def write_rows(self) -> None:
+        """All rows, before they change all at once."""
+        while self.bucket < NUM_BUCKETS:
+            self._write_slice()
+
+    def finish(self) -> None:
+        """Whatever is left, at once: errors go to on_error."""
+        try:
+            while not self.is_complete:
+                if not self.slice():
+                    self._wait()
+        except Exception as error:  # as in _write_slice
+            self._on_error(error)
+
+    def _write_slice(self) -> None:
+        """For one who must not fail because the cut does."""
+        try:
+            next(self._rows_work, None)
+        except Exception as error:  # whatever it is, training goes on without this cut
+            self._on_error(error)
+
+    def _wait(self) -> None:
+        if self._link is not None:
+            self._link.exception()
+        elif not self._table.segments.write_pending(here=True):
+            self._table.segments.wait_for_write()
+
+    @property
+    def is_waiting(self) -> bool:
+        """For work of the executor."""
+        return self._link is not None
+
+    def _write_all(self) -> Iterator[None]:
+        """Each step is a slice."""
+        while self._waiting_bucket < NUM_WAITING_BUCKETS:
+            self._write_waiting()
+            yield
+        self._waiting_log = Index(NUM_WAITING_BUCKETS)  # its memory goes
+        hot = self._files[0]
+        rows_at_once = max(1, min(_SLICE_ROWS, _SLICE_BYTES // self._table.hot_row_bytes))
+        while self.bucket < NUM_BUCKETS:
+            last = slice_end(self._table.index, self.bucket, rows_at_once)
+            hot_ids = self._begin_buckets(last)
+            for start in range(0, hot_ids.shape[0], rows_at_once):
+                self._write_hot(hot_ids[start : start + rows_at_once])
+                yield
+            self._log.drop(self.bucket, last)
+            self.bucket = last
+            if not hot_ids.shape[0]:
+                yield
+        self._log.close()
+        hot.append("weight_decay", self._decay)
+        hot.append("bucket_offsets", np.cumsum(self._hot_counts).astype(np.uint32))
+        for name, row in zip(("default_weights", "default_state"), self._default, strict=True):
+            hot.append(name, row[0])
+        for file in self._files:
+            file.complete()
+            self.bytes_written += file.size_bytes
+
+    def _write_waiting(self) -> None:
+        assert self._table.waiting is not None
+        frozen, bucket = self._files[1], self._waiting_bucket
+        row_ids, counts = self._table.waiting.scan(bucket)
+        before = self._waiting_log.scan(bucket, bucket + 1)
+        kept = self._waiting_log.locate(row_ids)[0] == 0
+        waited = before.locations != 0
+        frozen.append("waiting_row_ids", np.concatenate([row_ids[kept], before.row_ids[waited]]))
+        frozen.append("waiting_counts", np.concatenate([counts[kept], before.locations[waited]]))
+        self._waiting_bucket += 1
+
+    def _begin_buckets(self, last: int) -> np.ndarray:
+        """Writes what is frozen in the buckets up to `last`; returns the row_ids of what is hot, int64[n], in order."""
+        now, before = self._table.index.scan(self.bucket, last), self._log.scan(self.bucket, last)
+        row_ids, locations, heat = now.row_ids, now.locations, now.heat
+        if before.row_ids.shape[0]:
+            now = now.take(self._log.locate(row_ids)[0] == 0)
+            before = before.take(before.locations != ABSENT)
+            row_ids = np.concatenate([now.row_ids, before.row_ids])
+            order = np.argsort(buckets_of(row_ids, NUM_BUCKETS), kind="stable")
+            row_ids = row_ids[order]
+            locations = np.concatenate([now.locations, before.locations])[order]
+            heat = np.concatenate([now.heat, before.heat])[order]
+        is_frozen = (locations & FROZEN_BIT) != 0
+        self._write_frozen(last, row_ids[is_frozen], locations[is_frozen], heat[is_frozen])
+        hot_ids = row_ids[~is_frozen]
+        self._hot_counts[1:] += np.bincount(buckets_of(hot_ids, NUM_BUCKETS), minlength=NUM_BUCKETS)
+        self.rows_written += row_ids.shape[0]
+        return hot_ids
+
+    def _write_frozen(self, last: int, row_ids: np.ndarray, locations: np.ndarray, heat: np.ndarray) -> None:
+        file, initial = self._files[1], locations == INITIAL
+        file.append("initial_row_ids", row_ids[initial])
+        file.append("initial_heat", heat[initial])
+        locations, heat = locations[~initial], np.minimum(heat[~initial], NOT_LIVE - 1)
+        slots, positions = (locations >> SLOT_SHIFT) & (MAX_SLOTS - 1), (locations & MAX_SEGMENT_ROWS).astype(np.int64)
+        for k, (slot, offsets) in enumerate(zip(self._slots, self._offsets, strict=True)):
+            start, stop = int(offsets[self.bucket]), int(offsets[last])
+            if stop > start:
+                of_segment = np.full(stop - start, NOT_LIVE, np.uint16)
+                at = slots == slot
+                of_segment[positions[at] - start] = heat[at]
+                file.append(f"heat.{k}", of_segment)
+
+    def _write_hot(self, row_ids: np.ndarray) -> None:
+        """Rows that were hot, each from its pre-image if it has one by now."""
+        entries, slots, _, _ = self._table.index.locate(row_ids)
+        logged, log_slots = self._log.locate(row_ids)
+        at = np.flatnonzero(logged)
+        slots[at] = 0  # it may be gone, or frozen: what is read here for it is replaced
+        rows, heat = HotColumns.of_slots(self._table, slots.astype(np.int32)), self._table.index.heat_of(entries)
+        if at.shape[0]:
+            before = self._log.rows_at(log_slots[at].astype(np.int32))
+            rows.weights[at], rows.state[at] = before.weights, before.state
+            rows.last_steps[at], rows.visits[at] = before.last_steps, before.visits
+            heat[at] = self._log.heat_of(logged[at])
+        file = self._files[0]
+        file.append("row_ids", row_ids)
+        file.append("weights", rows.weights)
+        file.append("state", rows.state)
+        file.append("last_steps", rows.last_steps)
+        file.append("heat", heat)
+        file.append("visits", rows.visits)
+
+    # Segments -------------------------------------------------------------------------------------------------------
+
+    def _link_segments(self) -> bool:
+        """Begins or ends the linking of one segment. True: call again; False: it waits for a thread, or is complete."""
+        if self._link is not None:
+            if not self._link.done():
+                return False
+            record, written = self._link.result()
+            self._link = None
+            self._segments.append(record)
+            self.bytes_written += written
+            return True
+        if len(self._segments) == len(self._slots):
+            self._let_go()
+            self.is_complete = True
+            return False
+        segments, slot = self._table.segments, self._slots[len(self._segments)]
+        if segments.awaits_file(slot):
+            if segments.is_write_failing:
+                raise OSError("the table's segments cannot be written, see its earlier event")
+            return segments.write_pending()
+        self._link = self._run(put_object, self._objects, segments.stage_of(slot), not segments.is_cold(slot))
+        return True
+
+    def _run(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
+        if self._executor is not None:
+            return self._executor.submit(work, *arguments)
+        done: Future[T] = Future()
+        done.set_result(work(*arguments))
+        return done
+
+    def _let_go(self) -> None:
+        self._table.segments.release()
+        if self._table.cut is self:
+            self._table.cut = None
+
+    # Afterwards -----------------------------------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        """Brings the column files to disk under their names; in any thread, once it is complete."""
+        for file in self._files:
+            file.sync()
+            file.publish()
+
+    def record(self) -> TableRecord:
+        hot, frozen = (FileRecord(size_bytes=file.size_bytes, crc32=file.crc32) for file in self._files)
+        return TableRecord(**self._noted, segments=self._segments, hot=hot, frozen=frozen)
+
+    def abandon(self) -> None:
+        """Ends it wherever it stands and removes its files. No slice does anything any more."""
+        if self._link is not None:
+            if not self._link.cancel():
+                self._link.exception()  # it reads a buffer that release lets go
+            self._link = None
+        self._rows_work = iter(())
+        self.bucket, self._waiting_bucket, self.is_complete = NUM_BUCKETS, NUM_WAITING_BUCKETS, True
+        for file in self._files:
+            file.abandon()
+        self._log.close()
+        self._let_go()
+
+
+def _bucket_offsets(stage: Any) -> np.ndarray:
+    """int64[NUM_BUCKETS + 1] of a segment. SegmentCorrupt if its file is damaged there."""
+    if isinstance(stage, MappedSegment):
+        stage.check_offsets()
+        return stage.arrays.bucket_offsets.astype(np.int64)
+    return stage.arrays().bucket_offsets.astype(np.int64)

@@ -1,0 +1,85 @@
+"""Cuts and restores over all shards of a store, for RemoteStore; an error names the shard that is at fault.
+
+Thread safety: any thread; nothing is kept here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from embedding_server.errors import FencedEpoch, FrostlineError, StoreUnavailable
+from embedding_server.store import CutProgress, Identity
+from frostline.v1 import embedding_pb2 as pb
+from services.advance_messages import caller_message, progress_of
+from services.shard_channel import ShardChannel, call_every
+
+Channels = Sequence[ShardChannel]
+#: of a channel and the number of the slice
+Sliced = Callable[[ShardChannel, int], pb.AdvanceRequest | pb.RestoreRequest]
+Answer = TypeVar("Answer", pb.AdvanceResponse, pb.RestoreResponse)
+
+
+def begin_cut(channels: Channels, who: Identity, step: int, folder: str) -> None:
+    """As EmbeddingStore.begin_cut: where one shard cannot begin, the others abandon the cut."""
+
+    def request(channel: ShardChannel, number: int) -> pb.AdvanceRequest:
+        cut = pb.BeginCut(folder=folder, shard_index=channel.index, num_shards=len(channels), slice=number)
+        return pb.AdvanceRequest(caller=caller_message(who), step=step, begin_cut=cut)
+
+    try:
+        _in_slices("EmbeddingShard/Advance", channels, request, pb.AdvanceResponse)
+        for channel, progress in zip(channels, cut_progress(channels, who), strict=True):
+            if progress.error is not None:
+                raise StoreUnavailable(
+                    f"{channel.name}: the cut of step {step} cannot begin in {folder}: {progress.error}; free or repair"
+                    " the disk"
+                )
+    except FencedEpoch:
+        raise  # this caller can abandon nothing any more, and the new epoch has
+    except FrostlineError:
+        _abandon(channels, who)  # what became of that is not what the caller asks about
+        raise
+
+
+def cut_progress(channels: Channels, who: Identity) -> list[CutProgress]:
+    request = pb.GetCutProgressRequest(caller=caller_message(who)).SerializeToString()
+    replies = _replies(call_every("EmbeddingShard/GetCutProgress", [(channel, request) for channel in channels]))
+    return [progress_of(pb.GetCutProgressResponse.FromString(reply)) for reply in replies]
+
+
+def abandon_cut(channels: Channels, who: Identity) -> None:
+    _replies(_abandon(channels, who))
+
+
+def _abandon(channels: Channels, who: Identity) -> list[bytes | FrostlineError]:
+    request = pb.AbandonCutRequest(caller=caller_message(who)).SerializeToString()
+    return call_every("EmbeddingShard/AbandonCut", [(channel, request) for channel in channels])
+
+
+def restore(channels: Channels, who: Identity, folder: str) -> None:
+    def request(channel: ShardChannel, number: int) -> pb.RestoreRequest:
+        return pb.RestoreRequest(caller=caller_message(who), folder=folder, slice=number)
+
+    _in_slices("EmbeddingShard/Restore", channels, request, pb.RestoreResponse)
+
+
+def _in_slices(method: str, channels: Channels, request: Sliced, cls: type[Answer]) -> None:
+    """Sends slice after slice to each shard until it is done. An error is raised when all shards have answered, so that
+    none of them is at work then."""
+    waiting, number = list(channels), 0
+    while waiting:
+        requests = [(channel, request(channel, number).SerializeToString()) for channel in waiting]
+        answers = [cls.FromString(reply) for reply in _replies(call_every(method, requests))]
+        waiting = [channel for channel, answer in zip(waiting, answers, strict=True) if not answer.done]
+        number += 1
+
+
+def _replies(outcomes: Sequence[bytes | FrostlineError]) -> list[bytes]:
+    """Raises the first error."""
+    replies = []
+    for outcome in outcomes:
+        if isinstance(outcome, FrostlineError):
+            raise outcome
+        replies.append(outcome)
+    return replies

@@ -1,0 +1,64 @@
+"""Parts of shards as a cut has them, without shards: for tests of what the trainer does with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from embedding_server.snapshot_format import (
+    OBJECTS,
+    ShardRecord,
+    frozen_file,
+    hot_file,
+    part_folder,
+    segment_object,
+    write_sealed_json,
+)
+from embedding_server.spec import TableSpec
+
+
+def write_part(
+    cut: Path, part: int, num_parts: int, job: str, step: int, epoch: int, digests: list[str], **spec: Any
+) -> None:
+    """One shard's folder with a table `f` of no rows, whose segments have these digests and lie in objects/.
+    Files have the size that shard.json says, and nothing in them."""
+    folder = cut / part_folder(part, num_parts)
+    folder.mkdir(parents=True)
+    objects = cut.parent / OBJECTS
+    objects.mkdir(exist_ok=True)
+    for digest in digests:
+        (objects / segment_object(digest)).write_bytes(b"s")
+    for name in (hot_file(0), frozen_file(0)):
+        (folder / name).touch()
+    file = {"size_bytes": 0, "crc32": 0}
+    table = {
+        "spec": TableSpec(**{"name": "f", "dim": 4, **spec}).model_dump(mode="json"),
+        "rows_hot": 0,
+        "rows_initial": 0,
+        "rows_waiting": 0,
+        "segments": [
+            {"digest": digest, "size_bytes": 1, "num_rows": 1, "bits": 8, "has_state": True} for digest in digests
+        ],
+        "decay_steps": 0,
+        "last_step_seen": step,
+        "rate": 0.1,
+        "frostline": None,
+        "has_rare_frozen": False,
+        "counters": {},
+        "hot": file,
+        "frozen": file,
+    }
+    record = {
+        "format_version": 1,
+        "part": part,
+        "num_parts": num_parts,
+        "buckets": "f" * 256,
+        "job": job,
+        "step": step,
+        "epoch": epoch,
+        "tables": [table],
+        "parent": None,
+        "sequence": 0,
+    }
+    ShardRecord.model_validate(record)  # or the tests would not see that the format has changed
+    write_sealed_json(folder / "shard.json", record)
