@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from embedding_server.errors import FrostlineError, InvalidInput
+from embedding_server.errors import FrostlineError, InvalidInput, StoreUnavailable
 from services import worker
 from trainer.job import Job, resolved_json
 from trainer.report import ArmSummary, Progress
@@ -193,17 +193,26 @@ def ray_group(workers: int, storage: Path) -> Iterator[RayGroup]:
     import ray
 
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address is None:
-        cores = len(os.sched_getaffinity(0))
-        ray.init(
-            address="local",
-            num_cpus=max(cores, workers),
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            **common,
-        )
-    else:
-        ray.init(address=address, runtime_env={"env_vars": worker.ENVIRONMENT}, **common)
+    try:
+        if address is None:
+            cores = len(os.sched_getaffinity(0))
+            ray.init(
+                address="local",
+                num_cpus=max(cores, workers),
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                **common,
+            )
+        else:
+            ray.init(address=address, runtime_env={"env_vars": worker.ENVIRONMENT}, **common)
+    except Exception as error:  # Ray raises many kinds, plain Exception among them
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+        where = "a local Ray did not start" if address is None else f"no connection to Ray at RAY_ADDRESS={address}"
+        raise StoreUnavailable(
+            f"{where}: {type(error).__name__}: {error} On a busy machine start again; Ray's logs are in"
+            " /tmp/ray/session_latest/logs; servers.store=inproc trains without Ray"
+        ) from error
     try:
         check_resources(workers, ray.cluster_resources().get("CPU", 0.0))
         board = ray.remote(num_cpus=0)(Board).remote()

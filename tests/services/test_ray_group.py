@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from embedding_server.errors import InvalidInput
-from services.ray_group import MAX_WAITING_REPORTS, Board, check_resources, reason_of
+from embedding_server.errors import InvalidInput, StoreUnavailable
+from services.ray_group import MAX_WAITING_REPORTS, Board, check_resources, ray_group, reason_of
 from services.worker import WorkerFailed
 from trainer.report import Progress
 
@@ -59,3 +59,21 @@ def test_the_board_gives_each_report_once_and_keeps_the_newest():
     reports = board.take()
     assert (len(reports), reports[0].step, reports[-1].step) == (MAX_WAITING_REPORTS, 5, MAX_WAITING_REPORTS + 4)
     assert board.take() == []
+
+
+@pytest.mark.parametrize(("address", "text"), [(None, "local Ray did not start"), ("10.0.0.1:6379", "10.0.0.1:6379")])
+def test_a_ray_that_does_not_start_is_one_line(tmp_path, monkeypatch, address, text):
+    import ray
+
+    def init(**settings):
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    with (
+        pytest.raises(StoreUnavailable, match=f"{text}: Exception: The current node timed out"),
+        ray_group(1, tmp_path),
+    ):
+        pass
