@@ -17,8 +17,6 @@ Invariants:
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
@@ -31,6 +29,7 @@ import numpy as np
 from embedding_server import cold_path
 from embedding_server.advance import Advances
 from embedding_server.cut import Cut, CutRequest
+from embedding_server.data_folder import DataFolder
 from embedding_server.errors import InvalidInput, NotReady
 from embedding_server.gradients import ShardGradients
 from embedding_server.heap import release_free_heap
@@ -63,7 +62,6 @@ from embedding_server.store import (
 )
 from embedding_server.table import Table
 from embedding_server.table_threads import TableThreads
-from embedding_server.temporary_folder import TemporaryFolder
 
 __all__ = ["Shard", "ShardGradients"]
 
@@ -97,15 +95,15 @@ class Shard:
             raise InvalidInput(f"buckets has shape {list(self.buckets.shape)}; it must have {NUM_BUCKETS} entries")
         self._backend = choose_backend(backend)
         self._writer = writer
-        self._temporary: TemporaryFolder | None = None
-        if data_dir is None:
-            self._temporary = TemporaryFolder()
-            data_dir = self._temporary.path
-        self.data_dir = _made_folder(data_dir)
-        self._lock = _locked(self.data_dir)
+        self._folder = DataFolder(data_dir)
+        self.data_dir = self._folder.path
         self._budget = MemoryBudget(memory_limit_bytes)
         self._tables: dict[str, Table] = {}
-        self._jobs = JobBook(None if self._temporary else self.data_dir)
+        try:
+            self._jobs = JobBook(None if self._folder.is_temporary else self.data_dir)
+        except BaseException:
+            self._folder.close()
+            raise
         self._events: deque[str] = deque(maxlen=MAX_EVENTS)
         self._threads = TableThreads(threads)
         self._rows = HotPath(self._threads)
@@ -426,35 +424,4 @@ class Shard:
             table.close()
         self._tables.clear()
         self._threads.close()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-        if self._temporary:
-            self._temporary.remove()
-
-
-def _made_folder(data_dir: Path) -> Path:
-    try:
-        Path(data_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInput(f"data_dir={data_dir}: {error}; name a folder that can be made there") from None
-    return Path(data_dir)
-
-
-def _locked(data_dir: Path) -> int:
-    """A descriptor whose lock ends with this process; -1 where there are no locks. InvalidInput if a shard of another
-    process has it: each would write over the other's segment files."""
-    try:
-        fd = os.open(data_dir / "shard.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError:
-        return -1
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        os.close(fd)
-        raise InvalidInput(
-            f"data_dir={data_dir}: a shard of another process uses it; name a folder of its own"
-        ) from None
-    except OSError:
-        pass
-    return fd
+        self._folder.close()

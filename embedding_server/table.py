@@ -14,8 +14,6 @@ Invariants:
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -38,6 +36,7 @@ from embedding_server.kernels.wire import from_float32
 from embedding_server.optimizers import table_seed
 from embedding_server.policy import control_buckets
 from embedding_server.reserved import ReservedArray
+from embedding_server.safe_name import safe_name
 from embedding_server.segment_builder import MAX_SEGMENT_BYTES
 from embedding_server.segments import SMALL_BYTES, SegmentSet
 from embedding_server.slots import MemoryBudget, Slots
@@ -334,7 +333,7 @@ def _new_segments(
     on_event: Callable[[str], None],
 ) -> SegmentSet:
     return SegmentSet(
-        data_dir / "segments" / _folder_name(spec.name),
+        data_dir / "segments" / safe_name(spec.name),
         spec.name,
         NUM_BUCKETS,
         dim=spec.dim,
@@ -344,9 +343,3 @@ def _new_segments(
         small_bytes=min(SMALL_BYTES, int(budget.limit_bytes * _SMALL_SHARE)),
         on_event=on_event,
     )
-
-
-def _folder_name(table: str) -> str:
-    """A file name that is safe for any table name, and still tells people which table it is."""
-    digest = hashlib.blake2b(table.encode("utf-8"), digest_size=8).hexdigest()
-    return f"{re.sub(r'[^A-Za-z0-9_-]', '_', table)[:40]}-{digest}"

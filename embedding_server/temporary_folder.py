@@ -3,18 +3,19 @@
     folder = TemporaryFolder()      folder.path; removes those whose process has ended
     folder.remove()
 
-The process holds the lock flock(2) of <folder>/in-use.lock, which ends with it. The lock is taken under another name
-first, so that nobody finds the file without it.
+The process holds the lock (file_lock.py) of <folder>/in-use.lock, which ends with it. The lock is taken under another
+name first, so that nobody finds the file without it.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+
+from embedding_server.file_lock import open_lock, try_lock
 
 _PREFIX = "frostline-"
 _LOCK, _NEW_LOCK = "in-use.lock", "in-use.lock.new"
@@ -24,9 +25,9 @@ class TemporaryFolder:
     def __init__(self) -> None:
         _remove_abandoned(Path(tempfile.gettempdir()))
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        self._fd = os.open(self.path / _NEW_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = open_lock(self.path / _NEW_LOCK)
         with suppress(OSError):  # a file system without locks: then nobody removes it either
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try_lock(self._fd)
             os.rename(self.path / _NEW_LOCK, self.path / _LOCK)
 
     def remove(self) -> None:
@@ -43,7 +44,7 @@ def _remove_abandoned(where: Path) -> None:
                 continue
             fd = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
+                if try_lock(fd):
+                    shutil.rmtree(lock.parent, ignore_errors=True)
             finally:
                 os.close(fd)

@@ -13,7 +13,6 @@ from those of another under the same job name. Importing this module does not im
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -28,6 +27,7 @@ from isal.isal_zlib import crc32
 from pydantic import BaseModel, ConfigDict, Field
 
 from embedding_server.errors import InvalidInput
+from embedding_server.safe_name import safe_name
 from embedding_server.segment_file import PARTIAL_SUFFIX, sync_fd, sync_folder, write_all
 from embedding_server.snapshot_file import corrupt, open_regular
 from embedding_server.snapshot_format import (
@@ -107,8 +107,7 @@ class CutName:
 def job_folder(uri: Path, job: str, arm: str = "main") -> Path:
     """Where the cuts of a job's arm lie; a job without arms has the arm `main`."""
     name = job if arm == "main" else f"{job}@{arm}"
-    digest = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
-    return uri / f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)[:40]}-{digest}"
+    return uri / safe_name(name)
 
 
 def cuts_in(folder: Path) -> list[CutName]:
