@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -78,6 +78,8 @@ class Part:
     steps: int = 0
     call_s: float = 0.0  # Pulls, Prefetches and Pushes
     reselect_s: float = 0.0
+    calls: Counter[str] = field(default_factory=Counter)  # seconds by call
+    read_bytes: int = 0  # from the disk
     rows: int = 0  # distinct IDs named, and those of them that thawed
     thawed: int = 0
 
@@ -91,6 +93,8 @@ class Part:
             "reselect_ratio": round(self.call_s / max(1e-9, self.call_s + self.reselect_s), 3),
             "rows_per_step": round(self.rows / self.steps),
             "thawed_share": round(self.thawed / max(1, self.rows), 3),
+            "ms_per_step": {name: round(1e3 * s / self.steps, 2) for name, s in self.calls.items()},
+            "read_mib_per_step": round(self.read_bytes / (1 << 20) / self.steps, 2),
         }
 
 
@@ -106,8 +110,8 @@ class Run:
     seen: int = 0  # ranks 0 to seen - 1 were named, the next step's included
     peak_bytes: int = 0
     largest_step: dict[str, Any] = field(default_factory=lambda: {"call": "none", "factor": 1.0})
-    reselect_s: float = 0.0
     rows_pulled: int = 0
+    calls: Counter[str] = field(default_factory=Counter)  # seconds by call
     announced: RoutedIds | None = None  # of the next step
     recent: deque[np.ndarray] = field(default_factory=deque)  # distinct ranks drawn in the last idle_steps steps
     _random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
@@ -172,7 +176,9 @@ class Run:
 
     def _watched(self, name: str, call: Callable[[], Any]) -> Any:
         before = self.watch.restart()
+        start = time.perf_counter()
         result = call()
+        self.calls[name] += time.perf_counter() - start
         peak = self.watch.peak_bytes
         self.peak_bytes = max(self.peak_bytes, peak)
         if before > _LARGE_BYTES and peak / before > self.largest_step["factor"]:
@@ -217,6 +223,7 @@ def run_job(shape: Shape, folder: Path, watch: PeakWatch, say: Callable[[str], N
 
 def _fill(run: Run, say: Callable[[str], None]) -> Part:
     part, shape = Part(), run.shape
+    before, read = Counter(run.calls), _read_bytes()
     tenth = max(1, shape.rows // 10)
     for _ in range(-(-shape.rows // shape.new_per_step)):
         told = run.seen // tenth
@@ -227,6 +234,7 @@ def _fill(run: Run, say: Callable[[str], None]) -> Part:
         if run.seen // tenth > told:
             say(f"  {run.seen} IDs, {part.steps_per_s():.2f} steps/s, peak {run.peak_bytes / GIB:.2f} GiB")
     part.rows, part.thawed = run.rows_pulled, run.thawed()
+    part.calls, part.read_bytes = run.calls - before, _read_bytes() - read
     return part
 
 
@@ -238,14 +246,25 @@ def _train(run: Run, say: Callable[[str], None]) -> Part:
     run.reselect()
     part = Part()
     rows, thawed = run.rows_pulled, run.thawed()
+    before, read = Counter(run.calls), _read_bytes()
     for i in range(1, shape.train_steps + 1):
         part.call_s += run.train()
         part.steps += 1
         if i % shape.reselect_every == 0:
             part.reselect_s += run.reselect()
     part.rows, part.thawed = run.rows_pulled - rows, run.thawed() - thawed
+    part.calls, part.read_bytes = run.calls - before, _read_bytes() - read
     say(f"  train: {part.as_dict()}")
     return part
+
+
+def _read_bytes() -> int:
+    """Bytes that this process has had read from a disk, by read() or by touching a map (proc_pid_io(5))."""
+    for line in Path("/proc/self/io").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "read_bytes":
+            return int(value)
+    return 0
 
 
 def _check(run: Run) -> None:
