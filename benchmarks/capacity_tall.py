@@ -10,8 +10,9 @@ The stream is made as it is needed; the driver holds one step of it and the IDs 
 seen so far: half of them by popularity, which falls with age as Zipf's law (exponent 1.05), half repeated from the last
 steps, as sessions and trends do. So a fifth of the distinct IDs of a step without new ones thaw (`thawed_share`); on
 real streams 8 to 21% do. After the fill `train_steps` steps without new IDs follow (the part `train`), from the
-re-selection on that freezes the fill's last. Before a step is pushed the IDs of the next are drawn and announced to the
-store (Prefetch), as the training loop does with `trainer.prefetch_frozen`: its pages are read meanwhile.
+re-selection on that freezes the fill's last. After the Pull of step t the IDs of step t + 2 are drawn and announced to
+the store (Prefetch), as the training loop does with `trainer.prefetch_frozen` (trainer/pipeline.py): their pages are
+read while the Push is sent and the driver draws, which takes a quarter of the time that a dense part would.
 
 The same job with a tenth of the IDs runs first: the steps/s of both are compared, part by part, since a step of the
 fill does other work than one of the training. Time is that of the store's calls: Pull, Prefetch, Push, re-selection
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,6 +51,7 @@ LIMITS_MOST = {"peak_held_gib": 14.0, "largest_step_factor": 2.0}
 LIMITS_LEAST = {"steps_ratio_fill": 0.6, "steps_ratio_train": 0.6, "reselect_ratio": 0.7}
 _LARGE_BYTES = 1 << 29  # below this a call may well double memory
 _SAMPLE = 20_000
+_REACH = 2  # steps ahead that IDs are announced
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Part:
     steps: int = 0
     call_s: float = 0.0  # Pulls, Prefetches and Pushes
     reselect_s: float = 0.0
-    calls: Counter[str] = field(default_factory=Counter)  # seconds by call
+    calls: dict[str, float] = field(default_factory=dict)  # seconds by call
     read_bytes: int = 0  # from the disk
     rows: int = 0  # distinct IDs named, and those of them that thawed
     thawed: int = 0
@@ -107,12 +109,12 @@ class Run:
     watch: PeakWatch
     who: Identity
     step: int = 0
-    seen: int = 0  # ranks 0 to seen - 1 were named, the next step's included
+    seen: int = 0  # ranks 0 to seen - 1 were drawn
     peak_bytes: int = 0
     largest_step: dict[str, Any] = field(default_factory=lambda: {"call": "none", "factor": 1.0})
     rows_pulled: int = 0
-    calls: Counter[str] = field(default_factory=Counter)  # seconds by call
-    announced: RoutedIds | None = None  # of the next step
+    calls: dict[str, float] = field(default_factory=dict)  # seconds by call
+    announced: deque[RoutedIds] = field(default_factory=deque)  # of the next two steps
     recent: deque[np.ndarray] = field(default_factory=deque)  # distinct ranks drawn in the last idle_steps steps
     _random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     _gradients: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.uint16))
@@ -125,7 +127,9 @@ class Run:
     def train(self) -> float:
         """One step, which names new IDs while there are some left. Seconds of its calls."""
         self.step += 1
-        ids, self.announced = self.announced or self._next_ids(), None
+        while len(self.announced) < _REACH:
+            self.announced.append(self._next_ids())
+        ids = self.announced.popleft()
         self.rows_pulled += ids.row_ids.shape[0]
         start = time.perf_counter()
         rows = self._watched("pull", lambda: self.store.pull(self.who, self.step, {TABLE: ids}))[TABLE]
@@ -133,9 +137,9 @@ class Run:
         if not bool((rows.flags & TRAINABLE).all()):
             raise RuntimeError(f"step {self.step}: a row is not trainable: the memory limit was reached")
         gradients = {TABLE: TableGradients(ids, self._gradients[: ids.row_ids.shape[0]], 0.05)}
-        self.announced = announced = self._next_ids()
+        self.announced.append(self._next_ids())
         start = time.perf_counter()
-        self._watched("prefetch", lambda: self.store.prefetch({TABLE: announced}))
+        self._watched("prefetch", lambda: self.store.prefetch({TABLE: self.announced[-1]}))
         self._watched("push", lambda: self.store.push(self.who, self.step, gradients))
         return pulled_s + time.perf_counter() - start
 
@@ -178,7 +182,7 @@ class Run:
         before = self.watch.restart()
         start = time.perf_counter()
         result = call()
-        self.calls[name] += time.perf_counter() - start
+        self.calls[name] = self.calls.get(name, 0.0) + time.perf_counter() - start
         peak = self.watch.peak_bytes
         self.peak_bytes = max(self.peak_bytes, peak)
         if before > _LARGE_BYTES and peak / before > self.largest_step["factor"]:
@@ -223,7 +227,7 @@ def run_job(shape: Shape, folder: Path, watch: PeakWatch, say: Callable[[str], N
 
 def _fill(run: Run, say: Callable[[str], None]) -> Part:
     part, shape = Part(), run.shape
-    before, read = Counter(run.calls), _read_bytes()
+    before, read = dict(run.calls), _read_bytes()
     tenth = max(1, shape.rows // 10)
     for _ in range(-(-shape.rows // shape.new_per_step)):
         told = run.seen // tenth
@@ -234,7 +238,8 @@ def _fill(run: Run, say: Callable[[str], None]) -> Part:
         if run.seen // tenth > told:
             say(f"  {run.seen} IDs, {part.steps_per_s():.2f} steps/s, peak {run.peak_bytes / GIB:.2f} GiB")
     part.rows, part.thawed = run.rows_pulled, run.thawed()
-    part.calls, part.read_bytes = run.calls - before, _read_bytes() - read
+    part.calls = {name: s - before.get(name, 0.0) for name, s in run.calls.items()}
+    part.read_bytes = _read_bytes() - read
     return part
 
 
@@ -244,16 +249,18 @@ def _train(run: Run, say: Callable[[str], None]) -> Part:
     for _ in range(shape.idle_steps + 1):
         run.train()
     run.reselect()
+    say("  the fill is frozen")
     part = Part()
     rows, thawed = run.rows_pulled, run.thawed()
-    before, read = Counter(run.calls), _read_bytes()
+    before, read = dict(run.calls), _read_bytes()
     for i in range(1, shape.train_steps + 1):
         part.call_s += run.train()
         part.steps += 1
         if i % shape.reselect_every == 0:
             part.reselect_s += run.reselect()
     part.rows, part.thawed = run.rows_pulled - rows, run.thawed() - thawed
-    part.calls, part.read_bytes = run.calls - before, _read_bytes() - read
+    part.calls = {name: s - before.get(name, 0.0) for name, s in run.calls.items()}
+    part.read_bytes = _read_bytes() - read
     say(f"  train: {part.as_dict()}")
     return part
 

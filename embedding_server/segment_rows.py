@@ -7,7 +7,7 @@ and never a wrong row.
 Cold pages. A page fault for each row of a big tail costs 60 to 100 us one after the other, so files are mapped with
 MADV_RANDOM (a fault reads the page alone, not 128 KiB around it) and pages come in by MADV_WILLNEED, which queues reads
 and does not wait: all of a batch are under way together. `prefetch` does just that. A read of a batch does it as well
-if its rows seem to be out of memory: it asks mincore for the pages of SAMPLES rows spread over the batch, 0.3 us each,
+if its rows seem to be out of memory: it asks mincore for the pages of SAMPLES rows spread over the batch, 1 us each,
 and pages in all if one is absent. With a share p of absent pages it misses them with probability (1 - p)^SAMPLES: 19%
 of the batches at p = 5%, where there is little to gain, 0.1% at p = 20%. Asking for every row would cost as much as
 reading them. Figures, 6,000 cold rows of a 252 MiB file with checked blocks, 2 busy cores: 560 to 720 ms fault by
@@ -100,7 +100,7 @@ class SegmentRows:
 
     def gather(self, locations: np.ndarray, out: np.ndarray, positions: np.ndarray, mode: int) -> None:
         """out[positions[i]] = row i in the wire dtype `mode` (kernels/wire.py): rows of all formats in one call."""
-        self._page_in_if_cold(locations, (Part.ROWS,))
+        self.page_in_if_cold(locations, (Part.ROWS,))
         frozen.gather_frozen(self.addresses(locations), self.bits_of(locations), self._dim, out, positions, mode)
 
     def read(self, locations: np.ndarray) -> np.ndarray:
@@ -111,7 +111,7 @@ class SegmentRows:
 
     def read_all(self, locations: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Rows float32[n, D], accumulators uint8[n] and visits uint8[n]: what a thaw needs."""
-        self._page_in_if_cold(locations, READ_PARTS)
+        self.page_in_if_cold(locations, READ_PARTS)
         return self.read(locations), self.bytes_of(locations, Part.ACCUMULATORS), self.bytes_of(locations, Part.VISITS)
 
     def bytes_of(self, locations: np.ndarray, part: Part) -> np.ndarray:
@@ -141,7 +141,7 @@ class SegmentRows:
         """Has the kernel read the pages of these rows in, beside the caller; a hint, without any other effect.
 
         Not of accumulators and visits unless asked: they are a byte a row, so their pages, of 4,096 rows each, stay
-        in memory, and asking costs 1 to 4 us whether a page is there or not.
+        in memory.
         """
         if self._files:
             for part in parts:
@@ -153,7 +153,7 @@ class SegmentRows:
             for part in READ_PARTS:
                 self._check(locations, part)
 
-    def _page_in_if_cold(self, locations: np.ndarray, parts: Sequence[Part]) -> None:
+    def page_in_if_cold(self, locations: np.ndarray, parts: Sequence[Part]) -> None:
         if not self._files or locations.shape[0] < _LEAST_BATCH:
             return
         cold = [p for p in parts if paging.any_absent(locations, *self._items(p), self._maps, SAMPLES)]

@@ -565,6 +565,7 @@ class SegmentSet:
 
     def _live_of(self, locations: np.ndarray, is_live: IsLive) -> tuple[np.ndarray, np.ndarray]:
         """row_ids int64[n] and locations uint32[n] of those that are live."""
+        self._reader.page_in_if_cold(locations, tuple(Part))  # a page fault after the other takes 10 times as long
         row_ids = self._reader.row_ids_of(locations)
         live = is_live(row_ids, locations)
         return row_ids[live], locations[live]

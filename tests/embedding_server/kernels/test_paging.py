@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import mmap
+import os
+import time
+from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,6 +79,35 @@ def test_page_in_asks_once_for_the_blocks_it_will_check(chosen) -> None:
         assert asked == under
     blocks = np.array([*under, (0, 0)], np.int64).reshape(-1, 2)
     paging.page_in_blocks(blocks, len(under), slots.maps, slots.sizes)
+
+
+@pytest.mark.parametrize("has_process_madvise", [True, False])
+def test_pages_come_in_from_a_file(has_process_madvise, tmp_path: Path) -> None:
+    """With process_madvise, and where a kernel or container refuses it."""
+    path, pages = tmp_path / "file", 1500  # more ranges than one call takes
+    path.write_bytes(os.urandom(pages * 4096))
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    memory = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+    memory.madvise(mmap.MADV_RANDOM)
+    start = np.frombuffer(memory, np.uint8).ctypes.data
+    bases, item_bytes, maps, states, sizes = np.zeros((5, MAX_SLOTS), np.int64)
+    blocks = np.full(-(-pages * 4096 // BLOCK), CHECKED, np.uint8)
+    bases[0], item_bytes[0], maps[0], states[0], sizes[0] = start, 4096, start, blocks.ctypes.data, pages * 4096
+    locations = locations_of([(0, position) for position in range(pages)])
+    if not paging.any_absent(locations, bases, item_bytes, maps, pages):
+        pytest.skip("this file system keeps every page in memory")
+    if has_process_madvise:
+        paging.page_in(locations, bases, item_bytes, maps, states, sizes)
+    else:
+        ranges = np.array([(start + 4096 * page, 4096) for page in range(pages)], np.int64)
+        paging._will_need(-1, ranges, pages)
+    end_s = time.monotonic() + 10
+    while paging.any_absent(locations, bases, item_bytes, maps, pages) and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert not paging.any_absent(locations, bases, item_bytes, maps, pages)
+    os.close(fd)
 
 
 def test_absent_pages_are_seen_in_a_sample() -> None:
