@@ -95,6 +95,11 @@ def build_run(job: Job, store: EmbeddingStore, group: Group, arm: str = "main", 
         snapshot.restore_reader(reader)
     steps_before = snapshot.run_step if snapshot else 0
     total = _total_steps(job, reader)
+    if snapshot and total is not None and total <= steps_before:
+        notes.append(
+            f"the snapshot stands behind step {steps_before} and the job has {total} steps, so nothing is left to"
+            " train; raise trainer.max_steps or trainer.data_passes"
+        )
     is_forgetful = any(spec.policy.epoch_end == "forget_rare" for spec in store.table_specs().values())
     return Run(
         job=job,

@@ -274,6 +274,14 @@ def test_what_may_differ_is_a_note_and_the_run_goes_on(tmp_path: Path) -> None:
         assert [note for note in found.events if text in note], text
 
 
+def test_a_job_that_ends_before_its_snapshot_says_so(tmp_path: Path) -> None:
+    cut = killed(job_of(tmp_path), 137)
+    found = run(job_of(tmp_path, trainer={"max_steps": 100}), Dies(), cut)
+    assert found.steps == []
+    assert [note for note in found.events if "behind step 100 and the job has 100 steps" in note]
+    assert run(job_of(tmp_path, trainer={"max_steps": 101}), Dies(), cut).steps == [101]
+
+
 def test_differences_are_listed_before_anything_is_touched(tmp_path: Path) -> None:
     cut = killed(job_of(tmp_path), 137)
     over = {
