@@ -124,6 +124,7 @@ def admit(table: Table, row_ids: np.ndarray, first_visit: np.ndarray, step: int)
 
 def _insert_hot(table: Table, row_ids: np.ndarray, slots: np.ndarray, step: int) -> None:
     entries, _, _ = table.index.insert(row_ids, slots.astype(np.uint32))
+    table.changes.note(slots)
     table.hot.initialise(slots, row_ids, table.spec)
     table.last_step.array[slots, 0] = step
     table.visits.array[slots, 0] = table.spec.policy.min_count

@@ -62,6 +62,7 @@ def move_slice(table: Table) -> None:
     table.generation += 1
     table.last_step.array[holes] = table.last_step.array[slots]
     table.visits.array[holes] = table.visits.array[slots]
+    table.changes.move(slots, holes)
     table.index.set_locations(addresses, holes.astype(np.uint32))
     table.compaction_bucket = last
     if last == table.index.num_buckets:

@@ -3,6 +3,9 @@
     slices   each table in turn (table_cut.py); a table that is complete changes freely again
     the end  files are synced and named, and shard.json comes last, in the executor
 
+A cut with a parent is a delta: of hot rows that have not changed since the parent it has no weights and state. The
+parent must be a cut that this shard completed in the same epoch (`Completed`); a full cut begins a new chain.
+
 A failure of whatever kind ends the cut and nothing else: its part of the folder goes, an event and `progress` tell why.
 
 Thread safety: none; the thread that owns the shard calls. Work of the executor touches only files.
@@ -21,13 +24,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from embedding_server.changes import Mark
 from embedding_server.errors import InvalidInput
 from embedding_server.segment_file import sync_folder
 from embedding_server.snapshot_format import (
     MANIFEST,
+    MAX_SEQUENCE,
     MAX_SHARDS,
     OBJECTS,
     RECORD,
+    FileRecord,
+    ParentRecord,
     ShardRecord,
     bucket_text,
     part_folder,
@@ -44,13 +51,15 @@ _FOLDER = re.compile(r"cut-\d{12}-\d+")
 
 @dataclass(frozen=True, slots=True)
 class CutRequest:
-    """folder: absolute, ROOT/JOB/cut-<step, 12 digits>-<epoch>; part: the shard's number of num_parts."""
+    """folder: absolute, ROOT/JOB/cut-<step, 12 digits>-<epoch>; part: the shard's number of num_parts; parent: folder
+    of the cut that this one is a delta of."""
 
     who: Identity
     step: int
     folder: Path
     part: int
     num_parts: int
+    parent: Path | None = None
 
     def check(self) -> None:
         folder = self.folder
@@ -68,6 +77,36 @@ class CutRequest:
             raise InvalidInput(f"part={self.part} of num_parts={self.num_parts}: at most {MAX_SHARDS}, counted from 0")
 
 
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A shard's part of a cut that is whole, as a parent of others. marks: by table."""
+
+    entry: ParentRecord
+    sequence: int
+    marks: Mapping[str, Mark]
+
+
+#: Those of a job's epoch from the last full cut on, by folder.
+Parents = dict[Path, Completed]
+
+
+def check_parent(request: CutRequest, parents: Parents) -> None:
+    """InvalidInput unless the cut may build on the parent that it names."""
+    if request.parent is None:
+        return
+    found = parents.get(request.parent)
+    if found is None or request.parent.parent != request.folder.parent or found.entry.step >= request.step:
+        raise InvalidInput(
+            f"parent={str(request.parent)!r} is no earlier cut in {request.folder.parent} that this shard has completed"
+            f" in epoch {request.who.epoch} since its last full one began; take a full cut, without a parent"
+        )
+    if found.sequence >= MAX_SEQUENCE:
+        raise InvalidInput(
+            f"parent={str(request.parent)!r} is delta {found.sequence} of its chain, and a chain has at most"
+            f" {MAX_SEQUENCE}; take a full cut, without a parent"
+        )
+
+
 class Cut:
     """It begins in the constructor, at a barrier, and ends when is_under_way is False."""
 
@@ -78,13 +117,19 @@ class Cut:
         buckets: np.ndarray,
         executor: Executor | None,
         on_event: Callable[[str], None],
+        parents: Parents,
     ) -> None:
-        """tables: those of the job, which own `buckets` (bool[NUM_BUCKETS])."""
+        """tables: those of the job, which own `buckets` (bool[NUM_BUCKETS]). parents: what check_parent looked at; the
+        cut is added once it is whole."""
         self.request = request
+        self._base = parents[request.parent] if request.parent is not None else None
+        if self._base is None:
+            parents.clear()
+        self._parents = parents
         self._buckets, self._executor, self._on_event = buckets, executor, on_event
         self._folder = request.folder / part_folder(request.part, request.num_parts)
         self._tables: list[TableCut] = []
-        self._end: Future[int] | None = None
+        self._end: Future[FileRecord] | None = None
         self._error: str | None = None
         self._bytes = self._rows = 0
         self.is_under_way = True
@@ -99,9 +144,12 @@ class Cut:
         if self._folder.exists():  # of a process that died
             shutil.rmtree(self._folder)
         self._folder.mkdir(parents=True)
-        for number, table in enumerate(tables.values()):
+        marks = self._base.marks if self._base is not None else {}
+        for number, (name, table) in enumerate(tables.items()):
             self._tables.append(
-                TableCut(table, number, self.request.step, self._folder, objects, self._executor, self.fail)
+                TableCut(
+                    table, number, self.request.step, marks.get(name), self._folder, objects, self._executor, self.fail
+                )
             )
 
     def progress(self) -> CutProgress:
@@ -151,13 +199,25 @@ class Cut:
             return True
         if not self._end.done():
             return False
-        size = self._end.result()
-        progress = self.progress()
-        self._bytes, self._rows, self._tables = progress.bytes_written + size, progress.rows, []
+        record, progress = self._end.result(), self.progress()
+        self._note_completed(record)
+        self._bytes, self._rows, self._tables = progress.bytes_written + record.size_bytes, progress.rows, []
         self._end, self.is_under_way = None, False
         return False
 
-    def _start_end(self) -> Future[int]:
+    def _note_completed(self, record: FileRecord) -> None:
+        request = self.request
+        entry = ParentRecord(
+            step=request.step, epoch=request.who.epoch, size_bytes=record.size_bytes, crc32=record.crc32
+        )
+        marks = {table.name: table.mark for table in self._tables}
+        self._parents[request.folder] = Completed(entry, self._sequence, marks)
+
+    @property
+    def _sequence(self) -> int:
+        return self._base.sequence + 1 if self._base is not None else 0
+
+    def _start_end(self) -> Future[FileRecord]:
         request = self.request
         record = ShardRecord(
             format_version=1,
@@ -168,12 +228,12 @@ class Cut:
             step=request.step,
             epoch=request.who.epoch,
             tables=[table.record() for table in self._tables],
-            parent=None,
-            sequence=0,
+            parent=self._base.entry if self._base is not None else None,
+            sequence=self._sequence,
         )
         if self._executor is not None:
             return self._executor.submit(_publish, self._folder, self._tables, record)
-        done: Future[int] = Future()
+        done: Future[FileRecord] = Future()
         done.set_result(_publish(self._folder, self._tables, record))
         return done
 
@@ -203,11 +263,10 @@ class Cut:
             self.request.folder.rmdir()
 
 
-def _publish(folder: Path, tables: list[TableCut], record: ShardRecord) -> int:
-    """Brings a shard's part to disk, shard.json last; returns its bytes."""
+def _publish(folder: Path, tables: list[TableCut], record: ShardRecord) -> FileRecord:
+    """Brings a shard's part to disk, shard.json, which is returned, last."""
     for table in tables:
         table.publish()
     for place in (folder.parent.parent / OBJECTS, folder, folder.parent, folder.parent.parent):
         sync_folder(place)
-    write_sealed_json(folder / RECORD, record.model_dump(mode="json"))
-    return (folder / RECORD).stat().st_size
+    return write_sealed_json(folder / RECORD, record.model_dump(mode="json"))

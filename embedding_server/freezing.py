@@ -82,6 +82,7 @@ def thaw(table: Table, addresses: np.ndarray, locations: np.ndarray, row_ids: np
     slots = table.take_slots(addresses.shape[0], step)
     n = slots.shape[0]
     addresses, locations, row_ids = addresses[:n], locations[:n], row_ids[:n]
+    table.changes.note(slots)
     untouched = locations == INITIAL
     if untouched.any():
         table.hot.initialise(slots[untouched], row_ids[untouched], table.spec)

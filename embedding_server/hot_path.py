@@ -169,6 +169,7 @@ class HotPath:
                 slots, not_hot = update.table.find_slots(update.row_ids)
                 ignored += not_hot
             total += slots.shape[0]
+            update.table.changes.note(slots)
             update.table.rate = kernel_rate(update.table.spec.optimizer, update.learning_rate, step)
             ready.append((update, slots))
         if self._any_decays:
@@ -248,6 +249,10 @@ class HotPath:
                 self._begin_decay(request, step)
         codes = self._now_codes(request, step)
         self._threads.run(np.diff(starts), lambda share: self._find_tables(request, share, step, codes))
+        if step is not None and self._any_decays:  # a visit has settled it
+            for k, table in enumerate(request.tables):
+                if table.decay is not None:
+                    table.changes.note(self._slots(request, k))
         return request
 
     def _find_tables(self, request: _Request, share: np.ndarray, step: int | None, codes: np.ndarray) -> None:

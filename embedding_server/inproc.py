@@ -159,9 +159,10 @@ class InprocStore(EmbeddingStore):
             self._maintain()
         return total
 
-    def begin_cut(self, who: Identity, step: int, folder: str) -> None:
+    def begin_cut(self, who: Identity, step: int, folder: str, parent: str | None = None) -> None:
+        base = None if parent is None else Path(parent).absolute()
         with self._lock:
-            while not self._shard.begin_cut(who, step, Path(folder).absolute(), 0, 1):
+            while not self._shard.begin_cut(who, step, Path(folder).absolute(), 0, 1, base):
                 pass  # an earlier cut is finished first
             error = self._shard.cut_progress(who).error
             if error is not None:

@@ -25,29 +25,11 @@ _SHARE, _LEAST_BYTES = 0.1, 1 << 20  # of the table's hot bytes
 _ENTRY_BYTES = 22  # of index for one more row, at the lowest load
 
 
-class HotColumns:
-    """Rows as a hot file has them: float32 or float16 [n, D], float32 [n, C], int32[n], uint8[n]."""
-
-    __slots__ = ("last_steps", "state", "visits", "weights")
-
-    def __init__(self, weights: np.ndarray, state: np.ndarray, last_steps: np.ndarray, visits: np.ndarray) -> None:
-        self.weights = weights
-        self.state = state
-        self.last_steps = last_steps
-        self.visits = visits
-
-    @classmethod
-    def of_slots(cls, table: Table, slots: np.ndarray) -> HotColumns:
-        """Copies of hot rows; slots int32[n]."""
-        weights, state = table.hot.read_stored(slots)
-        return cls(weights, state, table.last_step.array[slots, 0], table.visits.array[slots, 0])
-
-
 class PreImages:
     def __init__(self, table: Table) -> None:
         self._table = table
-        self.row_bytes = table.hot_row_bytes
-        self.limit_bytes = max(_LEAST_BYTES, int(_SHARE * table.slots.high_water * self.row_bytes))
+        self.row_bytes = table.hot_row_bytes + 1  # of its stamp
+        self.limit_bytes = max(_LEAST_BYTES, int(_SHARE * table.slots.high_water * table.hot_row_bytes))
         most = self.limit_bytes // (self.row_bytes + _ENTRY_BYTES) + 1
         self._index = Index(table.index.num_buckets)
         self._index.reserve(min(most, table.slots.high_water))  # or each of its buckets would grow at each Pull
@@ -57,6 +39,7 @@ class PreImages:
             ReservedArray(most, table.spec.dim, dtype),
             ReservedArray(most, table.hot.num_state_columns, np.float32),
             ReservedArray(most, 1, np.int32),
+            ReservedArray(most, 1, np.uint8),
             ReservedArray(most, 1, np.uint8),
         )
 
@@ -83,20 +66,21 @@ class PreImages:
         kept = np.where(is_absent, ABSENT, locations)
         hot = np.flatnonzero(~is_absent & ((locations & FROZEN_BIT) == 0))
         if hot.shape[0]:
-            rows = HotColumns.of_slots(self._table, locations[hot].astype(np.int32))
-            kept[hot] = self._keep(rows, hot.shape[0]).astype(np.uint32)
+            kept[hot] = self._keep(locations[hot].astype(np.int32)).astype(np.uint32)
         entries, _, _ = self._index.insert(row_ids, kept)
         self._index.set_heat(entries, heat)
 
-    def _keep(self, rows: HotColumns, n: int) -> np.ndarray:
-        """Log slots int32[n] that hold these rows now."""
+    def _keep(self, table_slots: np.ndarray) -> np.ndarray:
+        """Log slots int32[n] that hold the rows of these slots of the table now."""
+        table, n = self._table, table_slots.shape[0]
         freed = self._slots.take_free(n)
         slots = np.concatenate([freed, self._slots.grow(n - freed.shape[0])])
         # new ones lie in a row, and a slice is copied several times as fast as single rows
         at = slots if freed.shape[0] else slice(int(slots[0]), int(slots[0]) + n)
-        weights, state, last_steps, visits = self._parts
-        weights.array[at], state.array[at] = rows.weights, rows.state
-        last_steps.array[at, 0], visits.array[at, 0] = rows.last_steps, rows.visits
+        weights, state, last_steps, visits, stamps = self._parts
+        weights.array[at], state.array[at] = table.hot.read_stored(table_slots)
+        last_steps.array[at], visits.array[at] = table.last_step.array[table_slots], table.visits.array[table_slots]
+        stamps.array[at, 0] = table.changes.stamps_of(table_slots)
         return slots
 
     def locate(self, row_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -106,10 +90,17 @@ class PreImages:
     def heat_of(self, entries: np.ndarray) -> np.ndarray:
         return self._index.heat_of(entries)
 
-    def rows_at(self, slots: np.ndarray) -> HotColumns:
-        """Of log slots int32[n], copies."""
-        weights, state, last_steps, visits = self._parts
-        return HotColumns(weights.array[slots], state.array[slots], last_steps.array[slots, 0], visits.array[slots, 0])
+    def rows_at(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(weights [n, D] as they are stored, state float32[n, C]) of log slots int32[n], copies."""
+        return self._parts[0].array[slots], self._parts[1].array[slots]
+
+    def visits_at(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(last_steps int32[n], visits uint8[n]) of log slots int32[n]."""
+        return self._parts[2].array[slots, 0], self._parts[3].array[slots, 0]
+
+    def stamps_at(self, slots: np.ndarray) -> np.ndarray:
+        """uint8[n] of log slots int32[n], as Changes.stamps_of."""
+        return self._parts[4].array[slots, 0]
 
     def scan(self, first_bucket: int, last_bucket: int) -> Entries:
         return self._index.scan(first_bucket, last_bucket)

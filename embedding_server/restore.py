@@ -1,7 +1,8 @@
 """Restore: fills the tables of a job with what they were at a cut, in slices, on any number of shards.
 
-Each shard reads, of every shard's part, the rows of the buckets that it owns now, and checks each byte that it reads
-against its CRC-32; segment files are linked and checked whole. A failure leaves the tables empty and the job at step 0.
+Each shard reads, of every shard's part, the rows of the buckets that it owns now, of a delta through its chain
+(snapshot_hot.py), and checks each byte that it reads against its CRC-32; segment files are linked and checked whole. A
+failure leaves the tables empty and the job at step 0.
 
 What may differ from the cut: the policy, the optimizer and its parameters, the number of shards and workers. State of
 another kind of optimizer starts anew; heat is carried over to another half-life as it is at the cut's step; rows for
@@ -13,9 +14,8 @@ Thread safety: none; the thread that owns the shard calls.
 from __future__ import annotations
 
 import errno
-import re
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,22 +31,18 @@ from embedding_server.optimizers import initial_state
 from embedding_server.segment_reader import MappedSegment
 from embedding_server.snapshot_file import ColumnReader, corrupt
 from embedding_server.snapshot_format import (
-    MAX_SHARDS,
     NOT_LIVE,
     OBJECTS,
     FileRecord,
     SegmentRecord,
-    ShardRecord,
     TableRecord,
     frozen_columns,
     frozen_file,
-    hot_columns,
-    hot_file,
-    part_folder,
-    read_shard_record,
     segment_object,
 )
+from embedding_server.snapshot_hot import HotChunk, HotRowsFile, bucket_ranges
 from embedding_server.snapshot_objects import take_object
+from embedding_server.snapshot_parts import Part, read_parts
 from embedding_server.spec import TableSpec
 from embedding_server.store import NUM_BUCKETS
 from embedding_server.table_cut import COUNTERS
@@ -57,16 +53,6 @@ if TYPE_CHECKING:
 
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 1 << 16, 8 << 20
 _ENTRY_COST = 22  # bytes of index that a row costs at the lowest load, as in admission.py
-_PART = re.compile(r"shard-(\d{1,4})-of-(\d{1,4})")
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one shard wrote."""
-
-    folder: Path
-    record: ShardRecord
-    owned: np.ndarray  # bool[NUM_BUCKETS]
 
 
 class Restore:
@@ -147,11 +133,11 @@ class Restore:
             yield f"table {name!r} is trained by job {table.job!r}"
         spec = table.spec
         for part in parts:
-            record = _record_of(part, name)
+            record = part.table(name)
             if record is None:
                 yield f"table {name!r} is missing in {part.folder.name}"
                 continue
-            first = _record_of(parts[0], name)
+            first = parts[0].table(name)
             if first is not None and record.spec != first.spec:
                 yield f"table {name!r} has another spec in {part.folder.name} than in {parts[0].folder.name}"
             if record.spec.dim != spec.dim:
@@ -166,41 +152,8 @@ class Restore:
                 return
 
 
-def read_parts(folder: Path) -> list[Part]:
-    """All parts of a cut, in order. InvalidInput or SegmentCorrupt unless they are whole and of one cut; OSError."""
-    if folder.is_symlink():
-        raise corrupt(folder, "is a symbolic link")
-    matches = (_PART.fullmatch(path.name) for path in folder.iterdir())
-    found = sorted({int(match[2]) for match in matches if match is not None})
-    if len(found) != 1 or not 1 <= found[0] <= MAX_SHARDS:
-        raise InvalidInput(f"restore from {folder}: it has parts of {found or 'no'} shards; name the folder of one cut")
-    parts = []
-    owned_by_all = np.zeros(NUM_BUCKETS, np.int64)
-    for k in range(found[0]):
-        part = folder / part_folder(k, found[0])
-        record = read_shard_record(part)
-        if (record.part, record.num_parts) != (k, found[0]):
-            raise corrupt(part, f"its shard.json is of part {record.part} of {record.num_parts}")
-        names = [table.spec.name for table in record.tables]
-        if len(set(names)) != len(names):
-            raise corrupt(part, "its shard.json names a table twice")
-        parts.append(Part(part, record, record.owned_buckets()))
-        first = parts[0].record
-        if (record.job, record.step, record.epoch) != (first.job, first.step, first.epoch):
-            raise corrupt(part, f"it is of another cut than {parts[0].folder.name}")
-        owned_by_all += parts[-1].owned
-    if (owned_by_all != 1).any():
-        bucket = int(np.flatnonzero(owned_by_all != 1)[0])
-        raise corrupt(folder, f"bucket {bucket} is owned by {int(owned_by_all[bucket])} of its parts")
-    return parts
-
-
 def _names(parts: list[Part]) -> list[str]:
     return list({table.spec.name: None for part in parts for table in part.record.tables})
-
-
-def _record_of(part: Part, name: str) -> TableRecord | None:
-    return next((table for table in part.record.tables if table.spec.name == name), None)
 
 
 class _TableRestore:
@@ -211,13 +164,18 @@ class _TableRestore:
     ) -> None:
         self._table, self._parts, self._buckets, self._step, self._on_event = table, parts, buckets, step, on_event
         spec = table.spec
-        theirs = parts[0].record.tables[self._number(parts[0])].spec
+        theirs = self._record(parts[0]).spec
         self._keeps_state = spec.optimizer.kind == theirs.optimizer.kind
         mine, old = spec.policy.half_life_steps, theirs.policy.half_life_steps
         self._heat_shift = round(heat.now_code(step, mine) - heat.now_code(step, old))
 
     def _number(self, part: Part) -> int:
-        return [table.spec.name for table in part.record.tables].index(self._table.spec.name)
+        number = part.number_of(self._table.spec.name)
+        assert number is not None, "Restore._check has looked"
+        return number
+
+    def _record(self, part: Part) -> TableRecord:
+        return part.record.tables[self._number(part)]
 
     def run(self) -> Iterator[None]:
         table = self._table
@@ -225,18 +183,14 @@ class _TableRestore:
             self._on_event(f"table {table.spec.name!r}: another optimizer than in the snapshot: its state starts anew")
         table.segments.hold()  # a merge would take what has no index entry yet for dead
         for k, part in enumerate(self._parts):
-            number = self._number(part)
-            record = part.record.tables[number]
-            hot = ColumnReader(part.folder / hot_file(number), hot_columns(record), *_said(record.hot))
-            try:
+            number, record = self._number(part), self._record(part)
+            with closing(HotRowsFile(part, number)) as hot:
                 if k == 0:
-                    self._restore_common(record, hot)
+                    self._restore_common(record, hot.own)
                 self._add_counters(part, record)
                 if not (part.owned & self._buckets).any():
                     continue
-                yield from self._restore_hot(record, hot)
-            finally:
-                hot.close()
+                yield from self._restore_hot(hot)
             yield from self._restore_frozen(part, number, record)
         table.segments.release()
         table.record_memory()
@@ -256,7 +210,7 @@ class _TableRestore:
         elif table.decay is not None:
             table.decay.begin_step(self._step)
         table.last_step_seen = max(self._step, record.last_step_seen)
-        records = [part.record.tables[self._number(part)] for part in self._parts if (part.owned & self._buckets).any()]
+        records = [self._record(part) for part in self._parts if (part.owned & self._buckets).any()]
         rates = [of_part.rate for of_part in records if of_part.rate] if self._keeps_state else []  # 0: had no gradient
         table.rate = np.float32(rates[0] if rates else 0.0)
         if table.spec.policy.kind == "topk" and record.frostline is not None:
@@ -273,50 +227,34 @@ class _TableRestore:
 
     # Hot rows -------------------------------------------------------------------------------------------------------
 
-    def _restore_hot(self, record: TableRecord, hot: ColumnReader) -> Iterator[None]:
-        offsets = hot.read("bucket_offsets").astype(np.int64)
-        if offsets[0] != 0 or offsets[-1] != record.rows_hot or (np.diff(offsets) < 0).any():
-            raise corrupt(hot.path, f"bucket_offsets do not rise from 0 to {record.rows_hot}")
-        sums = hot.read("weight_decay")
+    def _restore_hot(self, hot: HotRowsFile) -> Iterator[None]:
+        sums = hot.own.read("weight_decay")
         rows = max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE // self._table.hot_row_bytes))
-        for first, last in _ranges(offsets, rows):
-            if not self._buckets[first:last].any():
-                continue
-            for start in range(int(offsets[first]), int(offsets[last]), rows):
-                self._add_hot(record, hot, offsets, sums, start, min(int(offsets[last]), start + rows))
-                yield
+        for chunk in hot.chunks(rows, self._buckets):
+            self._add_hot(hot, chunk, sums)
+            yield
 
-    def _add_hot(
-        self, record: TableRecord, hot: ColumnReader, offsets: np.ndarray, sums: np.ndarray, start: int, stop: int
-    ) -> None:
+    def _add_hot(self, hot: HotRowsFile, chunk: HotChunk, sums: np.ndarray) -> None:
         table = self._table
-        row_ids = hot.read("row_ids", start, stop)
-        buckets = buckets_of(row_ids, NUM_BUCKETS)
-        positions = np.arange(start, stop)
-        if ((positions < offsets[buckets]) | (positions >= offsets[buckets + 1])).any():
-            raise corrupt(hot.path, f"a row of {start} to {stop} is not in its bucket")
-        last_steps = hot.read("last_steps", start, stop)
-        if ((last_steps < 0) | (last_steps > self._step)).any():
-            raise corrupt(hot.path, f"a last step of rows {start} to {stop} is not in 0 to {self._step}")
-        mine = np.flatnonzero(self._buckets[buckets])
+        mine = np.flatnonzero(self._buckets[buckets_of(chunk.row_ids, NUM_BUCKETS)])
         if not mine.shape[0]:
             return
-        weights = hot.read("weights", start, stop)[mine].astype(np.float32)
-        state = hot.read("state", start, stop)[mine]
+        last_steps = chunk.last_steps[mine]
+        weights, state = chunk.weights[mine].astype(np.float32), chunk.state[mine]
         if not self._keeps_state:
             state = np.tile(initial_state(table.spec.optimizer, table.spec.dim), (mine.shape[0], 1))
-        weights = self._with_decay(weights, last_steps[mine], sums)
+        weights = self._with_decay(weights, last_steps, sums)
         slots = take_slots(table, mine.shape[0], self._step, entry_bytes=_ENTRY_COST)
         if slots.shape[0] < mine.shape[0]:
             raise Overloaded(
-                f"table {table.spec.name!r}: {record.rows_hot} hot rows of the snapshot do not fit hot_bytes or"
+                f"table {table.spec.name!r}: {hot.record.rows_hot} hot rows of the snapshot do not fit hot_bytes or"
                 " memory_limit_bytes, and nothing can freeze; raise the limit or add shards",
                 1000,
             )
         table.hot.write(slots, weights, state)
-        table.last_step.array[slots, 0] = last_steps[mine]
-        table.visits.array[slots, 0] = hot.read("visits", start, stop)[mine]
-        self._insert(hot.path, row_ids[mine], slots.astype(np.uint32), hot.read("heat", start, stop)[mine])
+        table.last_step.array[slots, 0] = last_steps
+        table.visits.array[slots, 0] = chunk.visits[mine]
+        self._insert(hot.path, chunk.row_ids[mine], slots.astype(np.uint32), chunk.heat[mine])
 
     def _with_decay(self, weights: np.ndarray, last_steps: np.ndarray, sums: np.ndarray) -> np.ndarray:
         """Weights such that the table's own sums take off them what those of the cut, float64[s + 1], would have."""
@@ -395,7 +333,7 @@ class _TableRestore:
             path.unlink(missing_ok=True)
             return
         dead = mapped.num_rows
-        for first, last in _ranges(offsets, _ROWS_AT_ONCE):
+        for first, last in bucket_ranges(offsets, _ROWS_AT_ONCE):
             dead -= self._add_frozen(mapped, slot, frozen, column, int(offsets[first]), int(offsets[last]))
             yield
         table.segments.mark_dead(locations_of(slot, 0, dead))  # which ones they are, the index knows
@@ -444,14 +382,3 @@ def _check_segment(mapped: MappedSegment, spec: TableSpec) -> None:
 
 def _said(file: FileRecord) -> tuple[int, int]:
     return file.size_bytes, file.crc32
-
-
-def _ranges(offsets: np.ndarray, rows: int) -> Iterator[tuple[int, int]]:
-    """Ranges of buckets [first, last) with about `rows` rows, at least one bucket, over all buckets with rows."""
-    first = 0
-    while first < NUM_BUCKETS:
-        last = int(np.searchsorted(offsets, offsets[first] + rows, side="right")) - 1
-        last = min(NUM_BUCKETS, max(first + 1, last))
-        if offsets[last] > offsets[first]:
-            yield first, last
-        first = last

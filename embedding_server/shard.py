@@ -28,7 +28,7 @@ import numpy as np
 
 from embedding_server import cold_path
 from embedding_server.advance import Advances
-from embedding_server.cut import Cut, CutRequest
+from embedding_server.cut import Cut, CutRequest, Parents, check_parent
 from embedding_server.data_folder import DataFolder
 from embedding_server.errors import InvalidInput, NotReady
 from embedding_server.gradients import ShardGradients
@@ -112,6 +112,7 @@ class Shard:
         self._advances = Advances(self._tables)
         self._cut: Cut | None = None  # the last one that began
         self._cuts: dict[str, Cut] = {}  # the last one of each job
+        self._parents: dict[str, Parents] = {}  # what a delta may build on, by job, of its running epoch
         self._restores: dict[str, Restore] = {}  # under way, by job
         self._moves_at_release = 0  # rows frozen, thawed, forgotten before the last release_free_heap
 
@@ -168,6 +169,7 @@ class Shard:
         self._advances.abandon(job)
         if job in self._cuts:
             self._cuts[job].abandon()
+        self._parents.pop(job, None)
         if job in self._restores:
             self._restores.pop(job).abandon()
         return info
@@ -288,15 +290,19 @@ class Shard:
 
     # Cut and restore ------------------------------------------------------------------------------------------------
 
-    def begin_cut(self, who: Identity, step: int, folder: Path, part: int, num_parts: int) -> bool:
+    def begin_cut(
+        self, who: Identity, step: int, folder: Path, part: int, num_parts: int, parent: Path | None = None
+    ) -> bool:
         """Begins to write the job's tables as they are after `step`, as part `part` of `folder` (cut.py); `maintain`
         does the work. False: another cut is still being written; call again.
+
+        parent: the folder of a cut that this one is a delta of. InvalidInput if it cannot be (cut.check_parent).
 
         What goes wrong with the files is told by cut_progress, not here. A repeat of the last call does nothing, unless
         that cut failed or was abandoned: then it begins anew.
         """
         self._check_barrier(who, step)
-        request = CutRequest(who, step, folder, part, num_parts)
+        request = CutRequest(who, step, folder, part, num_parts, parent)
         request.check()
         last = self._cuts.get(who.job)
         if last is not None and last.request == request and last.progress().error is None:
@@ -305,9 +311,11 @@ class Shard:
             if not self._cut.slice():
                 self._cut.wait()
             return False
+        parents = self._parents.setdefault(who.job, {})
+        check_parent(request, parents)
         self._advances.abandon(who.job)
         tables = {name: table for name, table in self._tables.items() if table.job in (None, who.job)}
-        self._cut = self._cuts[who.job] = Cut(request, tables, self.buckets, self._writer, self._events.append)
+        self._cut = self._cuts[who.job] = Cut(request, tables, self.buckets, self._writer, self._events.append, parents)
         return True
 
     def cut_progress(self, who: Identity) -> CutProgress:

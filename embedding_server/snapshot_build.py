@@ -97,7 +97,7 @@ def write_part(cut: Path, job: str, epoch: int, tables: Sequence[NewTable]) -> N
 
 def _write_table(folder: Path, number: int, table: NewTable) -> TableRecord:
     spec, num_rows = table.spec, table.row_ids.shape[0]
-    hot = ColumnWriter(folder / hot_file(number), hot_columns_of(spec, num_rows, 0))
+    hot = ColumnWriter(folder / hot_file(number), hot_columns_of(spec, num_rows, num_rows, 0))
     try:
         frozen = ColumnWriter(folder / frozen_file(number), frozen_columns_of([], 0, 0))
         try:
@@ -112,6 +112,7 @@ def _write_table(folder: Path, number: int, table: NewTable) -> TableRecord:
     return TableRecord(
         spec=spec,
         rows_hot=num_rows,
+        rows_written=num_rows,
         rows_initial=0,
         rows_waiting=0,
         segments=[],
@@ -133,7 +134,8 @@ def _append_rows(hot: ColumnWriter, table: NewTable, scratch: Path) -> None:
     counts = np.bincount(buckets_of(row_ids, NUM_BUCKETS), minlength=NUM_BUCKETS)
     num_state = num_state_columns(spec.optimizer.kind, spec.dim)
     hot.append("row_ids", row_ids)
-    hot.append("bucket_offsets", np.concatenate([[0], np.cumsum(counts)]).astype(np.uint32))
+    for column in ("bucket_offsets", "written_offsets"):
+        hot.append(column, np.concatenate([[0], np.cumsum(counts)]).astype(np.uint32))
     hot.append("default_weights", np.zeros(spec.dim, np.float32))
     hot.append("default_state", initial_state(spec.optimizer, spec.dim))
     del row_ids

@@ -2,10 +2,11 @@
 
 Findings are collected, not raised: one damaged file says nothing of the others. What is checked of a table:
 
-    column files   header, size, CRC-32 of each 64 KiB (snapshot_file.py)
+    column files   header, size, CRC-32 of each 64 KiB (snapshot_file.py), of a delta also the hot files of its parents
     segments       that they are there, header, layout, digest, CRC-32 of each 64 KiB, each row_id in its bucket
     rows           hot ones in their bucket, with a last step up to the cut's; all of them, and the IDs below min_count,
-                   in buckets that the shard owns; none twice; numbers as shard.json has them
+                   in buckets that the shard owns; none twice; numbers as shard.json has them; each hot row of a delta
+                   is written there or in a parent
 
 Memory: some 64 MiB, whatever the table's size. Thread safety: none.
 """
@@ -21,9 +22,10 @@ import numpy as np
 
 from embedding_server.errors import InvalidInput, SegmentCorrupt
 from embedding_server.kernels.hashing import buckets_of
-from embedding_server.restore import Part
 from embedding_server.snapshot_file import ColumnReader, corrupt
-from embedding_server.snapshot_rows import PartTable, objects_of, open_frozen, open_hot, open_object
+from embedding_server.snapshot_hot import HotRowsFile
+from embedding_server.snapshot_parts import Part
+from embedding_server.snapshot_rows import PartTable, objects_of, open_frozen, open_object
 from embedding_server.store import NUM_BUCKETS
 
 _ROWS_AT_ONCE = 1 << 16
@@ -68,12 +70,12 @@ class _TableCheck:
             findings.gather(self._check_rows)
 
     def _check_hot_bytes(self) -> None:
-        self._read_all(open_hot(self._part, self._number))
+        self._read_all(HotRowsFile(self._part, self._number))
 
     def _check_frozen_bytes(self) -> None:
         self._read_all(open_frozen(self._part, self._number))
 
-    def _read_all(self, file: ColumnReader) -> None:
+    def _read_all(self, file: ColumnReader | HotRowsFile) -> None:
         with closing(file):
             for size in file.verify():
                 self._findings.bytes_read += size
@@ -87,7 +89,9 @@ class _TableCheck:
     def _check_rows(self) -> None:
         table = PartTable(self._part, self._number)
         with closing(table):
-            offsets = self._check_hot_rows(table)
+            offsets = table.hot.offsets()
+            for _ in table.hot.chunks(_ROWS_AT_ONCE, with_weights=False):
+                pass  # it checks what it reads
             counts = table.counts()
             self._findings.rows_hot += counts.hot
             self._findings.rows_frozen += counts.frozen
@@ -96,26 +100,6 @@ class _TableCheck:
             edges = np.linspace(0, NUM_BUCKETS, passes + 1).astype(np.int64)
             for first, last in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
                 self._check_ids(table, offsets, first, last)
-
-    def _check_hot_rows(self, table: PartTable) -> np.ndarray:
-        hot, num_rows = table.hot, self._record.rows_hot
-        offsets = hot.read("bucket_offsets").astype(np.int64)
-        if offsets[0] != 0 or offsets[-1] != num_rows or (np.diff(offsets) < 0).any():
-            raise corrupt(hot.path, f"bucket_offsets do not rise from 0 to {num_rows}")
-        for start in range(0, num_rows, _ROWS_AT_ONCE):
-            stop = min(num_rows, start + _ROWS_AT_ONCE)
-            row_ids = hot.read("row_ids", start, stop)
-            buckets, positions = buckets_of(row_ids, NUM_BUCKETS), np.arange(start, stop)
-            is_misplaced = (positions < offsets[buckets]) | (positions >= offsets[buckets + 1])
-            if is_misplaced.any():
-                at = int(np.argmax(is_misplaced))
-                raise corrupt(hot.path, f"row_id {row_ids[at]} at position {start + at} is not in its bucket")
-            last_steps = hot.read("last_steps", start, stop)
-            if ((last_steps < 0) | (last_steps > self._part.record.step)).any():
-                raise corrupt(
-                    hot.path, f"a last step of rows {start} to {stop} is not in 0 to {self._part.record.step}"
-                )
-        return offsets
 
     def _check_ids(self, table: PartTable, offsets: np.ndarray, first: int, last: int) -> None:
         """Those in buckets [first, last): none twice, none in a bucket that the part does not own."""
@@ -132,7 +116,7 @@ class _TableCheck:
             raise corrupt(table.hot.path, f"row_id {twice[0]} occurs twice, here or among the frozen ones")
 
     def _ids(self, table: PartTable, offsets: np.ndarray, first: int, last: int) -> Iterator[np.ndarray]:
-        yield table.hot.read("row_ids", int(offsets[first]), int(offsets[last]))
+        yield table.hot.own.read("row_ids", int(offsets[first]), int(offsets[last]))
         for k, segment in enumerate(self._record.segments):
             with closing(open_object(objects_of(self._part), segment, self._record.spec)) as mapped:
                 for start, live in table.live(k):

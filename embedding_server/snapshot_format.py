@@ -13,9 +13,15 @@ A cut leaves this, ROOT/JOB being the folder of a job:
 Every name is made of numbers and digests; none is read from a file. A hot file has, for n hot rows in order of bucket:
 
     row_ids I64[n]          weight_decay F64[s + 1]: settled[1..s], then total (weight_decay.py); F64[0] without decay
-    state F32[n, C]         last_steps I32[n]           bucket_offsets U32[1025]
-    default_weights F32[D]  default_state F32[C]        weights F32[n, D], with hot_bits 16 F16[n, D]
+    state F32[m, C]         last_steps I32[n]           bucket_offsets U32[1025]    written_offsets U32[1025]
+    default_weights F32[D]  default_state F32[C]        weights F32[m, D], with hot_bits 16 F16[m, D]
     heat U16[n]             visits U8[n]
+
+m of the rows are *written*: weights and state are here, in the same order, those of bucket b from written_offsets[b] to
+written_offsets[b + 1]. In each bucket they come first. In a full cut every row is written (m = n). A *delta* has a
+parent, the cut before it of the same shard and epoch, and writes the rows that changed since then: all others are hot
+in the parent too, with the weights and state that they have, written there or in its parent, and so on to a full cut.
+All else of a delta is whole, frozen rows too, so nothing of a parent that is not there can come back.
 
 Weights are as they lie in memory: what weight decay still takes off them is told by last_steps and weight_decay. A
 frozen file has the m rows that froze at their initial value, the w IDs below min_count with their visits, and the heat
@@ -26,7 +32,8 @@ of the rows of each segment, NOT_LIVE where that position is no row any more:
 
 shard.json is JSON of the form {"crc32":"<8 hex digits>","content":{...}}; the CRC-32 is that of every byte behind the
 first comma (`write_sealed_json`), and the content is a ShardRecord. It has the CRC-32 of each column file's block_crcs
-and each segment's digest, which cover all other bytes.
+and each segment's digest, which cover all other bytes, and of a delta's parent step, epoch, and size and CRC-32 of the
+whole shard.json.
 """
 
 from __future__ import annotations
@@ -42,7 +49,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 from isal.isal_zlib import crc32
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from embedding_server.optimizers import num_state_columns
 from embedding_server.segment_file import PARTIAL_SUFFIX, sync_fd, sync_folder, write_all
@@ -53,6 +60,7 @@ from embedding_server.store import NUM_BUCKETS, NUM_RANK_BINS, Frostline
 MAX_JSON_BYTES = 16 << 20
 MAX_JSON_VALUES = 1 << 19  # some 50 MB as Python objects
 MAX_SHARDS, MAX_TABLES, MAX_SEGMENTS = 4096, 4096, 256
+MAX_SEQUENCE = 64  # deltas on a full cut
 NOT_LIVE = 0xFFFF  # in heat.<k>; a live row of this heat, which takes 2^24 visits, is written as 0xFFFE
 OBJECTS, RECORD, MANIFEST = "objects", "shard.json", "manifest.json"
 _SEAL = re.compile(rb'\{"crc32":"([0-9a-f]{8})",')
@@ -65,10 +73,10 @@ class _Record(BaseModel):
 
 
 class FileRecord(_Record):
-    """A column file."""
+    """A file: a column file, of which crc32 is that of its block_crcs; else of every byte."""
 
     size_bytes: int = Field(ge=0)
-    crc32: int = Field(ge=0, lt=2**32, description="of its block_crcs")
+    crc32: int = Field(ge=0, lt=2**32)
 
 
 class SegmentRecord(_Record):
@@ -105,6 +113,7 @@ class TableRecord(_Record):
 
     spec: TableSpec
     rows_hot: int = Field(ge=0, lt=2**31)
+    rows_written: int = Field(ge=0, lt=2**31, description="of the hot ones, whose weights and state are in this cut")
     rows_initial: int = Field(ge=0, lt=2**40, description="frozen at their initial value")
     rows_waiting: int = Field(ge=0, lt=2**40, description="IDs below min_count")
     segments: list[SegmentRecord] = Field(max_length=MAX_SEGMENTS)
@@ -116,6 +125,37 @@ class TableRecord(_Record):
     counters: dict[str, int] = Field(max_length=64, description="of TableStats and MaskInfo")
     hot: FileRecord
     frozen: FileRecord
+
+    @model_validator(mode="after")
+    def _check(self) -> TableRecord:
+        if self.rows_written > self.rows_hot:
+            raise ValueError(f"rows_written={self.rows_written} is more than rows_hot={self.rows_hot}")
+        return self
+
+    @property
+    def is_whole(self) -> bool:
+        """No row of it lies in a parent."""
+        return self.rows_written == self.rows_hot
+
+
+class ParentRecord(_Record):
+    """The cut that a delta builds on, in the same folder of a job, by a file of it: where it lies is never said."""
+
+    step: int = Field(ge=0, le=MAX_STEPS)
+    epoch: int = Field(ge=0, lt=2**63)
+    size_bytes: int = Field(ge=0)
+    crc32: int = Field(ge=0, lt=2**32)
+
+
+def check_lineage(parent: ParentRecord | None, sequence: int, step: int, epoch: int) -> None:
+    """ValueError unless a cut of this step and epoch may be the sequence-th delta, with this parent, of a chain."""
+    if (parent is None) != (sequence == 0):
+        raise ValueError(f"sequence={sequence} {'without a' if parent is None else 'with a'} parent")
+    if parent is not None and (parent.epoch != epoch or parent.step >= step):
+        raise ValueError(
+            f"its parent is of step {parent.step}, epoch {parent.epoch}; it must be of an earlier step than {step}, and"
+            f" of epoch {epoch}"
+        )
 
 
 class ShardRecord(_Record):
@@ -129,8 +169,15 @@ class ShardRecord(_Record):
     step: int = Field(ge=0, le=MAX_STEPS)
     epoch: int = Field(ge=0, lt=2**63)
     tables: list[TableRecord] = Field(max_length=MAX_TABLES)
-    parent: None
-    sequence: Literal[0]
+    parent: ParentRecord | None = Field(description="None: a full cut")
+    sequence: int = Field(ge=0, le=MAX_SEQUENCE, description="deltas since the full cut of the chain")
+
+    @model_validator(mode="after")
+    def _check(self) -> ShardRecord:
+        check_lineage(self.parent, self.sequence, self.step, self.epoch)
+        if self.parent is None and not all(table.is_whole for table in self.tables):
+            raise ValueError("it has no parent, and lacks rows")
+        return self
 
     def owned_buckets(self) -> np.ndarray:
         """bool[NUM_BUCKETS]."""
@@ -174,20 +221,21 @@ def segment_digest(header: bytes, block_crcs: np.ndarray) -> str:
 
 
 def hot_columns(table: TableRecord) -> list[Column]:
-    return hot_columns_of(table.spec, table.rows_hot, table.decay_steps)
+    return hot_columns_of(table.spec, table.rows_hot, table.rows_written, table.decay_steps)
 
 
-def hot_columns_of(spec: TableSpec, rows_hot: int, decay_steps: int) -> list[Column]:
-    n, dim, state = rows_hot, spec.dim, num_state_columns(spec.optimizer.kind, spec.dim)
+def hot_columns_of(spec: TableSpec, rows_hot: int, rows_written: int, decay_steps: int) -> list[Column]:
+    n, m, dim, state = rows_hot, rows_written, spec.dim, num_state_columns(spec.optimizer.kind, spec.dim)
     return [
         Column("row_ids", "I64", (n,)),
         Column("weight_decay", "F64", (decay_steps + 1 if decay_steps else 0,)),
-        Column("state", "F32", (n, state)),
+        Column("state", "F32", (m, state)),
         Column("last_steps", "I32", (n,)),
         Column("bucket_offsets", "U32", (NUM_BUCKETS + 1,)),
+        Column("written_offsets", "U32", (NUM_BUCKETS + 1,)),
         Column("default_weights", "F32", (dim,)),
         Column("default_state", "F32", (state,)),
-        Column("weights", "F16" if spec.policy.hot_bits == 16 else "F32", (n, dim)),
+        Column("weights", "F16" if spec.policy.hot_bits == 16 else "F32", (m, dim)),
         Column("heat", "U16", (n,)),
         Column("visits", "U8", (n,)),
     ]
@@ -212,8 +260,11 @@ def frozen_columns_of(segment_rows: list[int], rows_initial: int, rows_waiting: 
 # Reading and writing JSON -------------------------------------------------------------------------------------------
 
 
-def write_sealed_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a whole file with its CRC-32 in front, under its name once it is on disk; OSError, and no file, if not."""
+def write_sealed_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
+    """Writes a whole file with its CRC-32 in front, under its name once it is on disk; OSError, and no file, if not.
+
+    Returns its size and the CRC-32 of all of it.
+    """
     rest = b'"content":' + json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii") + b"}"
     data = b'{"crc32":"%08x",' % crc32(rest) + rest
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
@@ -230,11 +281,12 @@ def write_sealed_json(path: Path, content: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
+    return FileRecord(size_bytes=len(data), crc32=crc32(data))
 
 
 def read_sealed_json(path: Path) -> dict[str, Any]:
     """The content of a file of write_sealed_json. SegmentCorrupt names the file and what is wrong; OSError."""
-    data = _read_bounded(path)
+    data = read_bounded(path)
     seal = _SEAL.match(data[:_SEAL_BYTES])
     if seal is None:
         raise corrupt(path, "does not start with its CRC-32")
@@ -274,7 +326,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _read_bounded(path: Path) -> bytes:
+def read_bounded(path: Path) -> bytes:
+    """All of a file that should be JSON. SegmentCorrupt if it is too large or no plain file; OSError."""
     fd = open_regular(path)
     try:
         size = os.fstat(fd).st_size

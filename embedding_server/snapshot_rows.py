@@ -1,6 +1,6 @@
 """The rows of a table in a snapshot, some thousand at a time, as a look-up gives them: without a shard, and offline.
 
-    parts = read_parts(cut)                      restore.py
+    parts = read_parts(cut)                      snapshot_parts.py
     with TableRows(parts, "user") as rows:
         for chunk in rows.chunks(): ...
 
@@ -26,23 +26,21 @@ from embedding_server.errors import UnknownTable
 from embedding_server.kernels.cpu import initial_values
 from embedding_server.kernels.locations import locations_of
 from embedding_server.optimizers import decode_accumulator, initial_state, table_seed
-from embedding_server.restore import Part
 from embedding_server.segment_reader import MappedSegment, open_segment
 from embedding_server.segment_rows import SegmentRows
-from embedding_server.snapshot_file import Column, ColumnReader, corrupt, open_regular
+from embedding_server.snapshot_file import ColumnReader, corrupt, open_regular
 from embedding_server.snapshot_format import (
     NOT_LIVE,
     OBJECTS,
-    FileRecord,
     SegmentRecord,
     TableRecord,
     frozen_columns,
     frozen_file,
-    hot_columns,
-    hot_file,
     segment_object,
 )
+from embedding_server.snapshot_hot import HotRowsFile, open_columns
 from embedding_server.snapshot_objects import digest_of
+from embedding_server.snapshot_parts import Part
 from embedding_server.spec import TableSpec
 from embedding_server.store import NUM_BUCKETS
 from embedding_server.weight_decay import WeightDecay
@@ -70,7 +68,7 @@ class PartTable:
         self.part = part
         self.record: TableRecord = part.record.tables[number]
         with ExitStack() as stack:
-            self.hot = stack.enter_context(closing(open_hot(part, number)))
+            self.hot = stack.enter_context(closing(HotRowsFile(part, number)))
             self.frozen = stack.enter_context(closing(open_frozen(part, number)))
             self._stack = stack.pop_all()
 
@@ -111,7 +109,7 @@ class TableRows:
     def row_ids(self) -> Iterator[np.ndarray]:
         """int64[n] of every row, without reading the rows; in the order of `chunks`."""
         for table in self._parts:
-            yield from _ranges(table.hot, "row_ids", _ROWS_AT_ONCE)
+            yield from _ranges(table.hot.own, "row_ids", _ROWS_AT_ONCE)
             for k, segment in enumerate(table.record.segments):
                 with closing(open_object(objects_of(table.part), segment, self.spec)) as mapped:
                     rows = _rows_of(mapped, self.spec)
@@ -136,20 +134,18 @@ class TableRows:
         return np.tile(initial_state(self.spec.optimizer, self.spec.dim), (n, 1))
 
     def _hot(self, table: PartTable) -> Iterator[RowChunk]:
-        hot, sums = table.hot, table.hot.read("weight_decay")
+        sums = table.hot.own.read("weight_decay")
         decay = WeightDecay(self.spec.optimizer.weight_decay)
         try:
             if sums.shape[0]:
                 decay.restore(sums)
-            for start in range(0, table.record.rows_hot, self._rows_at_once):
-                stop = min(table.record.rows_hot, start + self._rows_at_once)
-                weights = hot.read("weights", start, stop).astype(np.float32)
+            for chunk in table.hot.chunks(self._rows_at_once):
+                weights = chunk.weights.astype(np.float32)
                 if sums.shape[0]:
-                    last_steps = hot.read("last_steps", start, stop)
-                    if ((last_steps < 0) | (last_steps >= sums.shape[0])).any():
-                        raise corrupt(hot.path, f"a last step of rows {start} to {stop} has no sum of weight decay")
-                    weights *= decay.pending(last_steps)[:, None]
-                yield RowChunk(hot.read("row_ids", start, stop), weights, hot.read("state", start, stop))
+                    if (chunk.last_steps >= sums.shape[0]).any():
+                        raise corrupt(table.hot.path, "a last step has no sum of weight decay")
+                    weights *= decay.pending(chunk.last_steps)[:, None]
+                yield RowChunk(chunk.row_ids, weights, chunk.state)
         finally:
             decay.close()
 
@@ -167,21 +163,9 @@ class TableRows:
                     yield RowChunk(rows.row_ids_of(locations), weights, state)
 
 
-def open_hot(part: Part, number: int) -> ColumnReader:
-    record = part.record.tables[number]
-    return _reader(part.folder / hot_file(number), hot_columns(record), record.hot)
-
-
 def open_frozen(part: Part, number: int) -> ColumnReader:
     record = part.record.tables[number]
-    return _reader(part.folder / frozen_file(number), frozen_columns(record), record.frozen)
-
-
-def _reader(path: Path, columns: list[Column], record: FileRecord) -> ColumnReader:
-    try:
-        return ColumnReader(path, columns, record.size_bytes, record.crc32)
-    except OSError as error:
-        raise corrupt(path, f"cannot be read ({error.strerror})") from None
+    return open_columns(part.folder / frozen_file(number), frozen_columns(record), record.frozen)
 
 
 def open_object(objects: Path, segment: SegmentRecord, table: TableSpec) -> MappedSegment:
@@ -209,10 +193,11 @@ def objects_of(part: Part) -> Path:
 
 
 def _part_table(part: Part, name: str) -> PartTable:
-    names = [table.spec.name for table in part.record.tables]
-    if name not in names:
-        raise UnknownTable(f"{part.folder.parent}: no table {name!r}; it has {', '.join(map(repr, names)) or 'none'}")
-    return PartTable(part, names.index(name))
+    number = part.number_of(name)
+    if number is None:
+        names = ", ".join(repr(table.spec.name) for table in part.record.tables)
+        raise UnknownTable(f"{part.folder.parent}: no table {name!r}; it has {names or 'none'}")
+    return PartTable(part, number)
 
 
 def _ranges(file: ColumnReader, column: str, rows: int) -> Iterator[np.ndarray]:

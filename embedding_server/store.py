@@ -197,7 +197,7 @@ class TableStats:
     rows_default_reads: int = 0  # row reads answered with the default row since start
     rows_ignored: int = 0
     bytes_hot: int = 0  # weights of committed hot slots
-    bytes_state: int = 0  # optimizer state, last_step and visits of committed hot slots
+    bytes_state: int = 0  # optimizer state, last_step, visits and what deltas need, of committed hot slots
     bytes_frozen: int = 0  # segment bytes: rows, ids, accumulators, visits; dead rows included
     bytes_index: int = 0  # index entries without their heat
     bytes_heat: int = 0  # 2 bytes per index slot, and the counts of IDs below min_count
@@ -373,7 +373,7 @@ class EmbeddingStore(ABC):
         """
 
     @abstractmethod
-    def begin_cut(self, who: Identity, step: int, folder: str) -> None:
+    def begin_cut(self, who: Identity, step: int, folder: str, parent: str | None = None) -> None:
         """Advance: begins to write all tables of the job as they are after `step` into `folder`, and returns.
 
         Every shard writes its part in the background, while training goes on; ask cut_progress. `folder` is a path on
@@ -381,6 +381,10 @@ class EmbeddingStore(ABC):
         applied and no Pull of step+1 (NotReady otherwise). If one shard cannot begin, the others abandon the cut, and
         the error names it: StoreUnavailable if it cannot write there, InvalidInput if it must not or the folder has a
         whole snapshot. The same cut may be begun again after an error.
+
+        parent: the folder of an earlier cut of this epoch, complete on all shards, with no full one begun since then:
+        the cut is a delta, which has weights and state of those hot rows alone that changed after the parent, and is of
+        no use without it. InvalidInput if it cannot be a parent; take a full cut then.
         """
 
     @abstractmethod

@@ -10,6 +10,7 @@ Invariants:
 2. last_step[slot] is the last step whose training Pull named the row, so a visit is counted once a step whatever the
    number of workers, because no worker pulls step t+1 before all pulled step t (steps.py).
 3. A row that leaves its hot slot raises `generation`, so that no slots found before are used after.
+4. Whoever writes weights or state of a hot slot has called `changes.note` for it, or a delta would lack the row.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np
 
 from embedding_server import compaction, heat
 from embedding_server.admission import VisitCounts
+from embedding_server.changes import Changes
 from embedding_server.cold_path import ColdVisits
 from embedding_server.default_row import DefaultRow
 from embedding_server.hot_limit import hot_row_bytes, rows_under_cap, take_slots
@@ -87,6 +89,7 @@ class Table:
         self.hot = backend.hot_rows(spec.dim, spec.optimizer, max_slots, spec.policy.hot_bits)
         self.last_step = ReservedArray(max_slots, 1, np.int32)
         self.visits = ReservedArray(max_slots, 1, np.uint8)
+        self.changes = Changes(max_slots)
         self.decay = WeightDecay(spec.optimizer.weight_decay) if spec.optimizer.weight_decay else None
         self.segments = _new_segments(spec, data_dir, budget, writer, on_event)
         self.default_row = DefaultRow(spec, self.decay)
@@ -181,6 +184,7 @@ class Table:
         last_steps = self.last_step.array[slots, 0]
         late = (slots >= 0) & (last_steps < step)
         if late.any():
+            self.changes.note(slots[late])
             self.hot.scale(slots[late], self.decay.to_settle(last_steps[late], step), step, row_ids[first[late]])
 
     def undo_decay(self, slots: np.ndarray, row_ids: np.ndarray, step: int) -> None:
@@ -245,6 +249,7 @@ class Table:
     def record_memory(self) -> None:
         """Tells the budget what the table holds now, and notes the peak of its bytes."""
         held = self.slots.high_water * self.hot_row_bytes + self.index.size_bytes + self.segments.bytes_in_memory
+        held += self.changes.size_bytes(self.slots.high_water)
         self.budget.record(self.spec.name, held + (self.waiting.size_bytes if self.waiting else 0))
         self.bytes_peak = max(self.bytes_peak, sum(bytes_of(self).values()))
 
@@ -322,6 +327,7 @@ class Table:
             self.decay.close()
         self.last_step.close()
         self.visits.close()
+        self.changes.close()
         self.segments.close()
 
 

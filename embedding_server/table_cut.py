@@ -3,6 +3,9 @@
     rows        waiting IDs, then the rows bucket by bucket, into a hot and a frozen file (snapshot_format.py)
     segments    a link to the file of each segment, or a file of its own for one that is still small
 
+Of a delta the hot file has weights and state of those rows alone that changed since the parent (changes.py); these come
+first in each bucket.
+
 A row that is about to change before it is written is copied first (`preserve`, preimages.py): its pre-image is what the
 cut has of it. These take at most a tenth of the table's hot bytes; beyond, whoever changes rows writes slices of the
 cut until there is room. Segments are held (segments.py) until all are linked, so locations stay what they were.
@@ -20,12 +23,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from embedding_server.admission import NUM_WAITING_BUCKETS
+from embedding_server.changes import Mark
 from embedding_server.index import FROZEN_BIT, INITIAL, Index
 from embedding_server.index_walk import slice_end
 from embedding_server.kernels.hashing import buckets_of
 from embedding_server.kernels.locations import MAX_SEGMENT_ROWS, MAX_SLOTS, SLOT_SHIFT
 from embedding_server.kernels.visits import has_duplicates
-from embedding_server.preimages import ABSENT, HotColumns, PreImages
+from embedding_server.preimages import ABSENT, PreImages
 from embedding_server.segment_reader import MappedSegment
 from embedding_server.snapshot_file import ColumnWriter
 from embedding_server.snapshot_format import (
@@ -67,21 +71,27 @@ class TableCut:
         table: Table,
         number: int,
         step: int,
+        parent: Mark | None,
         folder: Path,
         objects: Path,
         executor: Executor | None,
         on_error: Callable[[Exception], None],
     ) -> None:
-        """At a barrier of `step`. OSError, with nothing left behind, if its files cannot be made."""
+        """At a barrier of `step`. parent: of the table's cut that this one builds on; None: all rows are written.
+
+        OSError, with nothing left behind, if its files cannot be made.
+        """
         self._table, self._executor, self._on_error = table, executor, on_error
         self._objects = objects
         table.move_origin_of_heat(step)  # so that the heat of all shards has one origin
+        self.mark, self._stamp = table.changes.begin_cut(parent)  # rows with a higher stamp are written
+        table.record_memory()
         self._slots = table.segments.hold()
         self._log = PreImages(table)
         self._waiting_log = Index(NUM_WAITING_BUCKETS)
         self.bucket = 0  # rows of the buckets below are written
         self._waiting_bucket = 0 if table.waiting is not None else NUM_WAITING_BUCKETS
-        self._hot_counts = np.zeros(NUM_BUCKETS + 1, np.int64)
+        self._hot_counts, self._written_counts = np.zeros((2, NUM_BUCKETS + 1), np.int64)
         self._segments: list[SegmentRecord] = []
         self._link: Future[tuple[SegmentRecord, int]] | None = None
         self._files: list[ColumnWriter] = []
@@ -104,6 +114,7 @@ class TableCut:
         self._noted: dict[str, Any] = {
             "spec": table.spec,
             "rows_hot": len(table.index) - table.rows_frozen,
+            "rows_written": self._count_written(),
             "rows_initial": table.rows_frozen - stored,
             "rows_waiting": len(table.waiting) if table.waiting is not None else 0,
             "decay_steps": step if table.decay is not None else 0,
@@ -116,10 +127,16 @@ class TableCut:
         self._decay = table.decay.sums(step) if table.decay is not None and step else np.empty(0)
         self._default = table.default_row.read(), table.default_row.read_state()
 
+    def _count_written(self) -> int:
+        table = self._table
+        if self._stamp < 0:
+            return len(table.index) - table.rows_frozen
+        return table.changes.count_above(self._stamp, table.slots.high_water, table.slots.free_slots)
+
     def _create_files(self, number: int, folder: Path) -> None:
         rows = [int(offsets[-1]) for offsets in self._offsets]
         noted = self._noted
-        hot = hot_columns_of(self._table.spec, noted["rows_hot"], noted["decay_steps"])
+        hot = hot_columns_of(self._table.spec, noted["rows_hot"], noted["rows_written"], noted["decay_steps"])
         frozen = frozen_columns_of(rows, noted["rows_initial"], noted["rows_waiting"])
         self._files.append(ColumnWriter(folder / hot_file(number), hot))
         self._files.append(ColumnWriter(folder / frozen_file(number), frozen))
@@ -191,6 +208,10 @@ class TableCut:
             self._table.segments.wait_for_write()
 
     @property
+    def name(self) -> str:
+        return self._table.spec.name
+
+    @property
     def is_waiting(self) -> bool:
         """For work of the executor."""
         return self._link is not None
@@ -205,9 +226,10 @@ class TableCut:
         rows_at_once = max(1, min(_SLICE_ROWS, _SLICE_BYTES // self._table.hot_row_bytes))
         while self.bucket < NUM_BUCKETS:
             last = slice_end(self._table.index, self.bucket, rows_at_once)
-            hot_ids = self._begin_buckets(last)
+            hot_ids, is_written = self._begin_buckets(last)
             for start in range(0, hot_ids.shape[0], rows_at_once):
-                self._write_hot(hot_ids[start : start + rows_at_once])
+                part = slice(start, start + rows_at_once)
+                self._write_hot(hot_ids[part], np.flatnonzero(is_written[part]))
                 yield
             self._log.drop(self.bucket, last)
             self.bucket = last
@@ -216,6 +238,7 @@ class TableCut:
         self._log.close()
         hot.append("weight_decay", self._decay)
         hot.append("bucket_offsets", np.cumsum(self._hot_counts).astype(np.uint32))
+        hot.append("written_offsets", np.cumsum(self._written_counts).astype(np.uint32))
         for name, row in zip(("default_weights", "default_state"), self._default, strict=True):
             hot.append(name, row[0])
         for file in self._files:
@@ -233,24 +256,33 @@ class TableCut:
         frozen.append("waiting_counts", np.concatenate([counts[kept], before.locations[waited]]))
         self._waiting_bucket += 1
 
-    def _begin_buckets(self, last: int) -> np.ndarray:
-        """Writes what is frozen in the buckets up to `last`; returns the row_ids of what is hot, int64[n], in order."""
+    def _begin_buckets(self, last: int) -> tuple[np.ndarray, np.ndarray]:
+        """Writes what is frozen in the buckets up to `last`; returns the row_ids of what is hot, int64[n], in order,
+        and of which of them weights and state are to be written, bool[n]."""
         now, before = self._table.index.scan(self.bucket, last), self._log.scan(self.bucket, last)
-        row_ids, locations, heat = now.row_ids, now.locations, now.heat
         if before.row_ids.shape[0]:
-            now = now.take(self._log.locate(row_ids)[0] == 0)
+            now = now.take(self._log.locate(now.row_ids)[0] == 0)
             before = before.take(before.locations != ABSENT)
-            row_ids = np.concatenate([now.row_ids, before.row_ids])
-            order = np.argsort(buckets_of(row_ids, NUM_BUCKETS), kind="stable")
-            row_ids = row_ids[order]
-            locations = np.concatenate([now.locations, before.locations])[order]
-            heat = np.concatenate([now.heat, before.heat])[order]
+        row_ids = np.concatenate([now.row_ids, before.row_ids])
+        locations = np.concatenate([now.locations, before.locations])
+        heat = np.concatenate([now.heat, before.heat])
         is_frozen = (locations & FROZEN_BIT) != 0
+        is_written, num_now = np.ones(row_ids.shape[0], np.bool_), now.row_ids.shape[0]
+        if self._stamp >= 0:
+            slots = np.where(is_frozen, 0, locations).astype(np.int32)
+            is_written[:num_now] = self._table.changes.stamps_of(slots[:num_now]) > self._stamp
+            is_written[num_now:] = self._log.stamps_at(slots[num_now:]) > self._stamp
+        buckets = buckets_of(row_ids, NUM_BUCKETS)
+        if before.row_ids.shape[0] or self._stamp >= 0:
+            order = np.argsort(2 * buckets + ~is_written, kind="stable")
+            row_ids, locations, heat = row_ids[order], locations[order], heat[order]
+            is_frozen, is_written, buckets = is_frozen[order], is_written[order], buckets[order]
         self._write_frozen(last, row_ids[is_frozen], locations[is_frozen], heat[is_frozen])
-        hot_ids = row_ids[~is_frozen]
-        self._hot_counts[1:] += np.bincount(buckets_of(hot_ids, NUM_BUCKETS), minlength=NUM_BUCKETS)
+        is_hot = ~is_frozen
+        self._hot_counts[1:] += np.bincount(buckets[is_hot], minlength=NUM_BUCKETS)
+        self._written_counts[1:] += np.bincount(buckets[is_hot & is_written], minlength=NUM_BUCKETS)
         self.rows_written += row_ids.shape[0]
-        return hot_ids
+        return row_ids[is_hot], is_written[is_hot]
 
     def _write_frozen(self, last: int, row_ids: np.ndarray, locations: np.ndarray, heat: np.ndarray) -> None:
         file, initial = self._files[1], locations == INITIAL
@@ -266,25 +298,28 @@ class TableCut:
                 of_segment[positions[at] - start] = heat[at]
                 file.append(f"heat.{k}", of_segment)
 
-    def _write_hot(self, row_ids: np.ndarray) -> None:
-        """Rows that were hot, each from its pre-image if it has one by now."""
-        entries, slots, _, _ = self._table.index.locate(row_ids)
+    def _write_hot(self, row_ids: np.ndarray, written: np.ndarray) -> None:
+        """Rows that were hot, each from its pre-image if it has one by now; weights and state of those at `written`."""
+        table, file = self._table, self._files[0]
+        entries, slots, _, _ = table.index.locate(row_ids)
         logged, log_slots = self._log.locate(row_ids)
         at = np.flatnonzero(logged)
         slots[at] = 0  # it may be gone, or frozen: what is read here for it is replaced
-        rows, heat = HotColumns.of_slots(self._table, slots.astype(np.int32)), self._table.index.heat_of(entries)
+        slots, log_slots = slots.astype(np.int32), log_slots.astype(np.int32)
+        last_steps, visits = table.last_step.array[slots, 0], table.visits.array[slots, 0]
+        heat = table.index.heat_of(entries)
+        weights, state = table.hot.read_stored(slots[written])
         if at.shape[0]:
-            before = self._log.rows_at(log_slots[at].astype(np.int32))
-            rows.weights[at], rows.state[at] = before.weights, before.state
-            rows.last_steps[at], rows.visits[at] = before.last_steps, before.visits
+            last_steps[at], visits[at] = self._log.visits_at(log_slots[at])
             heat[at] = self._log.heat_of(logged[at])
-        file = self._files[0]
+            is_logged = np.flatnonzero(logged[written])
+            weights[is_logged], state[is_logged] = self._log.rows_at(log_slots[written[is_logged]])
         file.append("row_ids", row_ids)
-        file.append("weights", rows.weights)
-        file.append("state", rows.state)
-        file.append("last_steps", rows.last_steps)
+        file.append("weights", weights)
+        file.append("state", state)
+        file.append("last_steps", last_steps)
         file.append("heat", heat)
-        file.append("visits", rows.visits)
+        file.append("visits", visits)
 
     # Segments -------------------------------------------------------------------------------------------------------
 

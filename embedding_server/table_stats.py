@@ -23,6 +23,7 @@ def bytes_of(table: Table) -> dict[str, int]:
         "bytes_state": table.hot.bytes_state(high_water)
         + table.last_step.committed_bytes(high_water)
         + table.visits.committed_bytes(high_water)
+        + table.changes.size_bytes(high_water)
         + (table.decay.size_bytes if table.decay else 0),
         "bytes_frozen": table.segments.bytes_used,
         "bytes_index": table.index.num_slots * BYTES_PER_SLOT - heat_bytes,

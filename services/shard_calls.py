@@ -159,7 +159,9 @@ def _begin_cut(shard: Shard, paths: SnapshotPaths, who: Identity, step: int, act
         raise InvalidInput(
             f"Advance: shard_index={index} of num_shards={count}: at most {NUM_BUCKETS} shards, which count from 0"
         )
-    return pb.AdvanceResponse(done=shard.begin_cut(who, step, paths.checked("Advance", action.folder), index, count))
+    folder = paths.checked("Advance", action.folder)
+    parent = paths.checked("Advance", action.parent) if action.parent else None
+    return pb.AdvanceResponse(done=shard.begin_cut(who, step, folder, index, count, parent))
 
 
 def _next_slice(answers: LastAnswers, request: pb.AdvanceRequest | pb.RestoreRequest, work: Callable[[], M]) -> M:

@@ -329,8 +329,8 @@ class RemoteStore(EmbeddingStore):
 
     # --- cuts ---
 
-    def begin_cut(self, who: Identity, step: int, folder: str) -> None:
-        shard_cuts.begin_cut(self._channels, who, step, folder)
+    def begin_cut(self, who: Identity, step: int, folder: str, parent: str | None = None) -> None:
+        shard_cuts.begin_cut(self._channels, who, step, folder, parent)
 
     def cut_progress(self, who: Identity) -> list[CutProgress]:
         return shard_cuts.cut_progress(self._channels, who)

@@ -20,11 +20,13 @@ Sliced = Callable[[ShardChannel, int], pb.AdvanceRequest | pb.RestoreRequest]
 Answer = TypeVar("Answer", pb.AdvanceResponse, pb.RestoreResponse)
 
 
-def begin_cut(channels: Channels, who: Identity, step: int, folder: str) -> None:
+def begin_cut(channels: Channels, who: Identity, step: int, folder: str, parent: str | None = None) -> None:
     """As EmbeddingStore.begin_cut: where one shard cannot begin, the others abandon the cut."""
 
     def request(channel: ShardChannel, number: int) -> pb.AdvanceRequest:
-        cut = pb.BeginCut(folder=folder, shard_index=channel.index, num_shards=len(channels), slice=number)
+        cut = pb.BeginCut(
+            folder=folder, shard_index=channel.index, num_shards=len(channels), slice=number, parent=parent or ""
+        )
         return pb.AdvanceRequest(caller=caller_message(who), step=step, begin_cut=cut)
 
     try:

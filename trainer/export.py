@@ -15,7 +15,7 @@ import numpy as np
 
 from embedding_server.errors import InvalidInput
 from embedding_server.optimizers import num_state_columns
-from embedding_server.restore import Part
+from embedding_server.snapshot_parts import Part
 from embedding_server.snapshot_rows import RowChunk, TableRows
 from embedding_server.spec import TableSpec
 from trainer.interchange import metadata_of, state_tensors, torchrec_weight

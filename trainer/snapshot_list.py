@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from embedding_server.errors import FrostlineError, InvalidInput, SegmentCorrupt
-from embedding_server.restore import Part, read_parts
 from embedding_server.snapshot_check import Findings, check_part
 from embedding_server.snapshot_format import OBJECTS
+from embedding_server.snapshot_parts import Part, read_parts
 from embedding_server.snapshot_rows import PartTable
 from trainer.snapshots import (
     CutName,

@@ -6,7 +6,7 @@ Locations are as index.py says: uint32, bit 31 set when frozen, all ones for a r
 from __future__ import annotations
 
 import numpy as np
-from numba import boolean, float32, int32, int64, uint16, uint32, void
+from numba import boolean, float32, int32, int64, uint8, uint16, uint32, void
 
 from embedding_server.index import FROZEN_BIT
 from embedding_server.kernels.hashing import bucket_of, hash_row_id
@@ -27,6 +27,14 @@ def hot_slots(entries, locations, out_slots):
             out_slots[i] = -1
             others += 1
     return others
+
+
+@kernel(void(array(uint8), view(int32), int64))
+def stamp_slots(stamps, slots, stamp):
+    """stamps[slot] = stamp; slot -1 is skipped."""
+    for i in range(slots.shape[0]):
+        if slots[i] >= 0:
+            stamps[slots[i]] = np.uint8(stamp)
 
 
 @kernel(boolean(_IDS))

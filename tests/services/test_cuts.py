@@ -438,7 +438,9 @@ def test_slices_go_to_the_shards_that_are_not_done_and_are_not_repeated(
 ) -> None:
     calls: list[tuple[str, int]] = []
 
-    def begin_cut(shard: Shard, who: Identity, step: int, folder: Path, part: int, num_parts: int) -> bool:
+    def begin_cut(
+        shard: Shard, who: Identity, step: int, folder: Path, part: int, num_parts: int, parent: Path | None
+    ) -> bool:
         calls.append(("begin_cut", part))
         return calls.count(("begin_cut", part)) > 2 * part
 
@@ -477,7 +479,9 @@ def test_the_others_abandon_what_one_shard_cannot_begin_whatever_the_reason(
 ) -> None:
     abandoned: list[int] = []
 
-    def begin_cut(shard: Shard, who: Identity, step: int, folder: Path, part: int, num_parts: int) -> bool:
+    def begin_cut(
+        shard: Shard, who: Identity, step: int, folder: Path, part: int, num_parts: int, parent: Path | None
+    ) -> bool:
         if part == 1:
             raise ZeroDivisionError("a bug")
         return True

@@ -34,6 +34,7 @@ def write_part(
     table = {
         "spec": TableSpec(**{"name": "f", "dim": 4, **spec}).model_dump(mode="json"),
         "rows_hot": 0,
+        "rows_written": 0,
         "rows_initial": 0,
         "rows_waiting": 0,
         "segments": [

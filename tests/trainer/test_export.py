@@ -19,7 +19,7 @@ from embedding_server.errors import InvalidInput, UnknownTable
 from embedding_server.inproc import InprocStore
 from embedding_server.kernels.cpu import initial_values
 from embedding_server.optimizers import num_state_columns, table_seed
-from embedding_server.restore import read_parts
+from embedding_server.snapshot_parts import read_parts
 from embedding_server.snapshot_rows import TableRows
 from embedding_server.spec import OptimizerSpec, PolicySpec
 from embedding_server.store import FOUND, Identity

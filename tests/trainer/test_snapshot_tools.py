@@ -16,11 +16,11 @@ import pytest
 
 from embedding_server.errors import FrostlineError, InvalidInput, SegmentCorrupt
 from embedding_server.inproc import InprocStore
-from embedding_server.restore import read_parts
 from embedding_server.segment_file import SegmentArrays, SegmentFormat, write_segment
 from embedding_server.segment_reader import open_segment
 from embedding_server.snapshot_check import Findings, check_part
 from embedding_server.snapshot_format import MANIFEST, OBJECTS, part_folder, read_sealed_json, write_sealed_json
+from embedding_server.snapshot_parts import read_parts
 from embedding_server.snapshot_rows import TableRows
 from tests.trainer.test_resume import job_of, run
 from tests.trainer.test_snapshots import write_cut

@@ -330,16 +330,18 @@ class EndDataPass(_message.Message):
     def __init__(self, slice: _Optional[int] = ...) -> None: ...
 
 class BeginCut(_message.Message):
-    __slots__ = ("folder", "shard_index", "num_shards", "slice")
+    __slots__ = ("folder", "shard_index", "num_shards", "slice", "parent")
     FOLDER_FIELD_NUMBER: _ClassVar[int]
     SHARD_INDEX_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
     folder: str
     shard_index: int
     num_shards: int
     slice: int
-    def __init__(self, folder: _Optional[str] = ..., shard_index: _Optional[int] = ..., num_shards: _Optional[int] = ..., slice: _Optional[int] = ...) -> None: ...
+    parent: str
+    def __init__(self, folder: _Optional[str] = ..., shard_index: _Optional[int] = ..., num_shards: _Optional[int] = ..., slice: _Optional[int] = ..., parent: _Optional[str] = ...) -> None: ...
 
 class AdvanceRequest(_message.Message):
     __slots__ = ("caller", "step", "collect_heat", "reselect", "end_data_pass", "begin_cut")
