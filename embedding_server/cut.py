@@ -29,7 +29,6 @@ from embedding_server.errors import InvalidInput
 from embedding_server.segment_file import sync_folder
 from embedding_server.snapshot_format import (
     MANIFEST,
-    MAX_SEQUENCE,
     MAX_SHARDS,
     OBJECTS,
     RECORD,
@@ -40,7 +39,7 @@ from embedding_server.snapshot_format import (
     part_folder,
     write_sealed_json,
 )
-from embedding_server.store import CutProgress, Identity
+from embedding_server.store import MAX_SEQUENCE, CutProgress, Identity
 from embedding_server.table_cut import TableCut
 
 if TYPE_CHECKING:

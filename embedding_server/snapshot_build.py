@@ -102,7 +102,8 @@ def _write_table(folder: Path, number: int, table: NewTable) -> TableRecord:
         frozen = ColumnWriter(folder / frozen_file(number), frozen_columns_of([], 0, 0))
         try:
             _append_rows(hot, table, folder / f"table-{number}{PARTIAL_SUFFIX}")
-            files = [_finish(file) for file in (hot, frozen)]
+            for file in (hot, frozen):
+                file.finish()
         except BaseException:
             frozen.abandon()
             raise
@@ -122,8 +123,8 @@ def _write_table(folder: Path, number: int, table: NewTable) -> TableRecord:
         frostline=None,
         has_rare_frozen=False,
         counters={},
-        hot=files[0],
-        frozen=files[1],
+        hot=FileRecord.of(hot),
+        frozen=FileRecord.of(frozen),
     )
 
 
@@ -185,10 +186,3 @@ def _scratch(path: Path, num_rows: int, width: int) -> np.ndarray:
     finally:
         os.close(fd)
     return np.frombuffer(mapped, np.float32, num_rows * width).reshape(num_rows, width)
-
-
-def _finish(file: ColumnWriter) -> FileRecord:
-    file.complete()
-    file.sync()
-    file.publish()
-    return FileRecord(size_bytes=file.size_bytes, crc32=file.crc32)

@@ -189,6 +189,12 @@ class ColumnWriter:
         self._close()
         os.rename(self._partial, self.path)
 
+    def finish(self) -> None:
+        """All that is left to do, at once."""
+        self.complete()
+        self.sync()
+        self.publish()
+
     def abandon(self) -> None:
         """Removes the file under its temporary name, if it is there."""
         self._close()
@@ -251,6 +257,12 @@ class ColumnReader:
         assert 0 <= start <= stop <= column.shape[0]
         data = self._read_checked(name, start * column.row_bytes, stop * column.row_bytes)
         return np.frombuffer(data, DTYPES[column.dtype]).reshape(stop - start, *column.shape[1:])
+
+    def ranges(self, name: str, rows: int) -> Iterator[np.ndarray]:
+        """A column, `rows` rows at a time."""
+        n = self.num_rows(name)
+        for start in range(0, n, rows):
+            yield self.read(name, start, min(n, start + rows))
 
     def verify(self) -> Iterator[int]:
         """Reads and checks everything, yielding the bytes of each bounded step."""

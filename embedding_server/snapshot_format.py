@@ -53,14 +53,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from embedding_server.optimizers import num_state_columns
 from embedding_server.segment_file import PARTIAL_SUFFIX, sync_fd, sync_folder, write_all
-from embedding_server.snapshot_file import Column, corrupt, open_regular
+from embedding_server.snapshot_file import Column, ColumnWriter, corrupt, open_regular
 from embedding_server.spec import MAX_STEPS, TableSpec
-from embedding_server.store import NUM_BUCKETS, NUM_RANK_BINS, Frostline
+from embedding_server.store import MAX_SEQUENCE, NUM_BUCKETS, NUM_RANK_BINS, Frostline
 
 MAX_JSON_BYTES = 16 << 20
 MAX_JSON_VALUES = 1 << 19  # some 50 MB as Python objects
 MAX_SHARDS, MAX_TABLES, MAX_SEGMENTS = 4096, 4096, 256
-MAX_SEQUENCE = 64  # deltas on a full cut
 NOT_LIVE = 0xFFFF  # in heat.<k>; a live row of this heat, which takes 2^24 visits, is written as 0xFFFE
 OBJECTS, RECORD, MANIFEST = "objects", "shard.json", "manifest.json"
 _SEAL = re.compile(rb'\{"crc32":"([0-9a-f]{8})",')
@@ -77,6 +76,11 @@ class FileRecord(_Record):
 
     size_bytes: int = Field(ge=0)
     crc32: int = Field(ge=0, lt=2**32)
+
+    @classmethod
+    def of(cls, file: ColumnWriter) -> FileRecord:
+        """Of a column file that is complete."""
+        return cls(size_bytes=file.size_bytes, crc32=file.crc32)
 
 
 class SegmentRecord(_Record):

@@ -43,7 +43,7 @@ def put_object(objects: Path, stage: MappedSegment | SegmentBuilder, has_state: 
 
 def _put_file(objects: Path, segment: MappedSegment, has_state: bool) -> tuple[SegmentRecord, int]:
     digest = digest_of(segment)
-    written = _link_or_copy(segment.path, objects / segment_object(digest), segment.size_bytes)
+    written = link_or_copy(segment.path, objects / segment_object(digest), segment.size_bytes)
     said = {
         "digest": digest,
         "size_bytes": segment.size_bytes,
@@ -62,7 +62,7 @@ def take_object(objects: Path, record: SegmentRecord, path: Path) -> MappedSegme
     source = objects / segment_object(record.digest)
     os.close(open_regular(source))
     path.parent.mkdir(parents=True, exist_ok=True)
-    _link_or_copy(source, path, record.size_bytes)
+    link_or_copy(source, path, record.size_bytes)
     try:
         segment = open_segment(path, verify=False)
         try:
@@ -83,8 +83,8 @@ def digest_of(segment: MappedSegment) -> str:
     return segment_digest(segment.header, np.ascontiguousarray(segment.block_crcs))
 
 
-def _link_or_copy(source: Path, target: Path, size_bytes: int) -> int:
-    """Bytes copied."""
+def link_or_copy(source: Path, target: Path, size_bytes: int) -> int:
+    """Has `target` be a file that never changes, of this size: a link, else a copy. Bytes copied; OSError."""
     if target.is_symlink() or (target.exists() and target.stat().st_size != size_bytes):
         target.unlink()  # nobody but an accident makes one; a whole one takes its place
     try:

@@ -109,20 +109,20 @@ class TableRows:
     def row_ids(self) -> Iterator[np.ndarray]:
         """int64[n] of every row, without reading the rows; in the order of `chunks`."""
         for table in self._parts:
-            yield from _ranges(table.hot.own, "row_ids", _ROWS_AT_ONCE)
+            yield from table.hot.own.ranges("row_ids", _ROWS_AT_ONCE)
             for k, segment in enumerate(table.record.segments):
                 with closing(open_object(objects_of(table.part), segment, self.spec)) as mapped:
                     rows = _rows_of(mapped, self.spec)
                     for start, live in table.live(k):
                         yield rows.row_ids_of(_locations(start, live))
-            yield from _ranges(table.frozen, "initial_row_ids", _ROWS_AT_ONCE)
+            yield from table.frozen.ranges("initial_row_ids", _ROWS_AT_ONCE)
 
     def chunks(self) -> Iterator[RowChunk]:
         for table in self._parts:
             yield from self._hot(table)
             for k, segment in enumerate(table.record.segments):
                 yield from self._segment(table, k, segment)
-            for row_ids in _ranges(table.frozen, "initial_row_ids", self._rows_at_once):
+            for row_ids in table.frozen.ranges("initial_row_ids", self._rows_at_once):
                 yield RowChunk(row_ids, self.initial(row_ids), self.initial_state_of(row_ids.shape[0]))
 
     def initial(self, row_ids: np.ndarray) -> np.ndarray:
@@ -198,11 +198,6 @@ def _part_table(part: Part, name: str) -> PartTable:
         names = ", ".join(repr(table.spec.name) for table in part.record.tables)
         raise UnknownTable(f"{part.folder.parent}: no table {name!r}; it has {names or 'none'}")
     return PartTable(part, number)
-
-
-def _ranges(file: ColumnReader, column: str, rows: int) -> Iterator[np.ndarray]:
-    for start in range(0, file.num_rows(column), rows):
-        yield file.read(column, start, min(file.num_rows(column), start + rows))
 
 
 def _rows_of(mapped: MappedSegment, spec: TableSpec) -> SegmentRows:

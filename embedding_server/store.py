@@ -27,6 +27,8 @@ NUM_BUCKETS = 1024
 #: Bins of what rows of policy `topk` are ranked by, higher is kept; of heat and of scores each is 1.1% wide.
 NUM_RANK_BINS = 4096
 
+MAX_SEQUENCE = 64  # deltas on a full cut
+
 WireDtype = Literal["float32", "float16", "bfloat16"]
 #: numpy dtype that holds one wire value; bfloat16 has no numpy type and travels as its 16 bits
 WIRE_NUMPY: dict[str, np.dtype] = {

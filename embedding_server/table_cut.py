@@ -366,7 +366,7 @@ class TableCut:
             file.publish()
 
     def record(self) -> TableRecord:
-        hot, frozen = (FileRecord(size_bytes=file.size_bytes, crc32=file.crc32) for file in self._files)
+        hot, frozen = map(FileRecord.of, self._files)
         return TableRecord(**self._noted, segments=self._segments, hot=hot, frozen=frozen)
 
     def abandon(self) -> None:

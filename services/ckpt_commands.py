@@ -1,6 +1,6 @@
-"""`frostline ckpt`: snapshots on disk, offline: listed, verified, tidied up, exported, and made from other files.
+"""`frostline ckpt`: snapshots on disk, offline: listed, verified, tidied up, compacted, exported, imported.
 
-No shard runs for any of them, and all but gc and import leave the snapshots as they are. Exit status:
+No shard runs for any of them, and all but gc, compact and import leave the snapshots as they are. Exit status:
 command_options.py.
 """
 
@@ -23,7 +23,9 @@ from services.command_options import JsonOption, errors_to_exit_status, wide_con
 if TYPE_CHECKING:
     from trainer.snapshot_list import JobFigures
 
-app = typer.Typer(no_args_is_help=True, help="Snapshots on disk: lists, verifies, tidies up, exports, imports.")
+app = typer.Typer(
+    no_args_is_help=True, help="Snapshots on disk: lists, verifies, tidies up, compacts, exports, imports."
+)
 
 
 class Format(StrEnum):
@@ -78,7 +80,9 @@ def list_(uri: Uri, as_json: JsonOption = False) -> None:
 def _print_job(console: Console, job: JobFigures) -> None:
     name = "snapshots of an unknown job" if job.job is None else f"job {job.job!r}, arm {job.arm!r}"
     _say(console, f"{name}: {job.path}")
-    table = Table("snapshot", "status", "step", "epoch", "hot rows", "frozen rows", "bytes", "+ segments", "created")
+    table = Table(
+        "snapshot", "status", "step", "epoch", "hot rows", "frozen rows", "bytes", "+ segments", "created", "delta of"
+    )
     for column in table.columns[2:8]:
         column.justify = "right"
     for snapshot in job.snapshots:
@@ -87,6 +91,7 @@ def _print_job(console: Console, job: JobFigures) -> None:
         table.add_row(
             Path(snapshot.path).name, snapshot.status, str(snapshot.step), str(snapshot.epoch), *map(str, figures),
             str(snapshot.bytes), str(snapshot.segment_bytes) if is_whole else "", snapshot.created or "",
+            snapshot.parent or "",
         )  # fmt: skip
     console.print(table)
     console.print(f"segments of all of them, each once: {job.object_bytes} bytes", highlight=False)
@@ -131,7 +136,8 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Says what would go, and removes nothing.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Removes old snapshots, what unfinished ones left, and segment files that no snapshot names.
+    """Removes old snapshots, what unfinished ones left, and segment files that no snapshot names. What one that stays
+    is a delta of stays too.
 
     Whatever may be being written stays: jobs whose folder a training or another command uses are left alone, and so are
     snapshots without a manifest that were written to lately. Exit status 1 if a job was left alone.
@@ -163,6 +169,27 @@ def gc(
     if as_json:
         print(json.dumps({"jobs": [asdict(removal) for removal in removals], "left_alone": refusals}))
     raise typer.Exit(1 if refusals else 0)
+
+
+@app.command()
+def compact(snapshot: SnapshotArgument, as_json: JsonOption = False) -> None:
+    """Writes a delta and what it builds on as one full snapshot beside it, from which `--resume` then goes on.
+
+    It must be the newest of its job. The others stay; `ckpt gc` removes them.
+    """
+    console = Console(stderr=as_json)
+    with _errors_to_exit_status(console):
+        from trainer.snapshot_compact import compact as write
+        from trainer.snapshot_list import find_cut
+
+        compacted = write(find_cut(snapshot))
+    _say(
+        console,
+        f"{compacted.path}: {compacted.rows_hot} hot rows of {len(compacted.chain)} snapshots"
+        f" ({', '.join(compacted.chain)}), {compacted.bytes} bytes",
+    )
+    if as_json:
+        print(json.dumps(asdict(compacted)))
 
 
 @app.command("export")

@@ -4,7 +4,8 @@
         cuts.after(step, position, log)    each step; if cuts.is_due(step), at a barrier: nothing is pulled ahead
         cuts.finish(step, position, log)   after the last step: a last cut, and the end of what is being written
 
-A cut that fails, or is due while the one before is still being written, is an event and a count; training goes on.
+Most cuts are deltas (delta_chain.py). A cut that fails, or is due while the one before is still being written, is an
+event and a count; training goes on.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from embedding_server.errors import FrostlineError
+from embedding_server.errors import FrostlineError, InvalidInput
 from embedding_server.store import EmbeddingStore, EpochInfo, Identity
+from trainer.delta_chain import DeltaChain, ParentCut
 from trainer.dense_state import DenseState, capture
 from trainer.group import Group
 from trainer.job import Job, steps_of
@@ -53,6 +55,7 @@ class CutCounts:
     """For summary.json."""
 
     taken: int = 0
+    deltas: int = 0  # of those taken
     failed: int = 0
     skipped: int = 0
     pause_s_max: float = 0.0
@@ -91,6 +94,7 @@ class Cuts:
         self._optimizer = optimizer
         self._template = template
         self._last_step = template.run_step  # that has a cut
+        self._chain = DeltaChain(self._section.max_deltas)  # worker 0 alone
         self._writing: _Writing | None = None  # worker 0 alone
         self._in_use = ExitStack()
         self._is_only_one = True  # or it was said that it is not
@@ -156,11 +160,23 @@ class Cuts:
             self._fail(step, error, log)
             return None
         try:
-            self._store.begin_cut(self._who, manifest.step, str(cut))
+            return self._begin_on_shards(manifest, cut, log)
         except FrostlineError as error:
             remove_cut(cut)
             self._fail(step, error, log)
             return None
+
+    def _begin_on_shards(self, manifest: Manifest, cut: Path, log: RunLog) -> Manifest:
+        """A delta if there is a parent, else a full cut; the manifest says which."""
+        parent = self._chain.parent()
+        if parent is not None:
+            try:
+                self._store.begin_cut(self._who, manifest.step, str(cut), str(parent.cut))
+                return manifest.model_copy(update={"parent": parent.entry, "sequence": parent.sequence + 1})
+            except InvalidInput as error:  # a shard may have seen another end of the last cut than worker 0 has
+                log.event(f"snapshot of step {manifest.run_step} is a full one, no delta: {error}")
+        self._chain.begin_full()
+        self._store.begin_cut(self._who, manifest.step, str(cut))
         return manifest
 
     def _write(self, manifest: Manifest, position: Mapping[str, Any] | None, rng_states: torch.Tensor) -> _Writing:
@@ -190,10 +206,12 @@ class Cuts:
         if writing is None or writing.is_alive():
             return
         self._writing = None
-        if writing.error is None:
-            self.counts = replace(self.counts, taken=self.counts.taken + 1)
+        if writing.completed is not None:
+            self._chain.add(writing.completed, writing.shard_bytes)
+            is_delta = int(writing.completed.sequence > 0)
+            self.counts = replace(self.counts, taken=self.counts.taken + 1, deltas=self.counts.deltas + is_delta)
             _LOG.info("snapshot of step %d: %s, %d bytes", writing.run_step, writing.cut, writing.bytes_written)
-        else:
+        elif writing.error is not None:
             self._fail(writing.run_step, writing.error, log)
 
     def _fail(self, step: int, error: Exception, log: RunLog) -> None:
@@ -261,7 +279,8 @@ class _Writing(threading.Thread):
         self._stopped = threading.Event()
         self.cut = folder / CutName(manifest.epoch, manifest.step).folder
         self.error: Exception | None = None
-        self.bytes_written = 0
+        self.completed: ParentCut | None = None
+        self.bytes_written = self.shard_bytes = 0
 
     @property
     def run_step(self) -> int:
@@ -289,11 +308,12 @@ class _Writing(threading.Thread):
         if not self._wait_for_shards():
             return
         shards = shard_entries(self.cut, self._store.num_shards)
-        write_manifest(self.cut, self._manifest.model_copy(update={"shards": shards, "dense": [dense]}))
+        entry = write_manifest(self.cut, self._manifest.model_copy(update={"shards": shards, "dense": [dense]}))
         try:
             keep_newest(self._folder, self._keep, self._manifest.run, self._manifest.epoch)
         except OSError as error:  # the cut is whole all the same
             _LOG.warning("%s: old snapshots are not removed: %s", self._folder, error)
+        self.completed = ParentCut(self.cut, entry, self._manifest.sequence)
 
     def _wait_for_shards(self) -> bool:
         """Whether all are done; False if the run is over. StoreUnavailable, InvalidInput if one gave up."""
@@ -303,7 +323,8 @@ class _Writing(threading.Thread):
                 if of_shard.error:
                     raise OSError(f"shard {shard}: {of_shard.error}")
             if all(of_shard.is_done for of_shard in progress):
-                self.bytes_written += sum(of_shard.bytes_written for of_shard in progress)
+                self.shard_bytes = sum(of_shard.bytes_written for of_shard in progress)
+                self.bytes_written += self.shard_bytes
                 return True
             self._stopped.wait(POLL_S)
         return False

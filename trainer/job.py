@@ -20,6 +20,7 @@ from pydantic import ByteSize, Field, ValidationError, field_validator, model_va
 
 from embedding_server.errors import InvalidInput
 from embedding_server.spec import TableSpec
+from embedding_server.store import MAX_SEQUENCE
 from trainer.data.spec import AbsolutePath, DataSection
 from trainer.lr_schedule import LearningRate
 from trainer.model_spec import ModelSection
@@ -121,7 +122,13 @@ class SnapshotsSection(Section):
     every_samples: int | None = Field(
         None, ge=1, description="samples between cuts; default: only the one at the end (on_finish)"
     )
-    keep: int = Field(2, ge=1, le=1000, description="snapshots of this run that stay; older ones are removed")
+    keep: int = Field(2, ge=1, le=1000, description="snapshots of this run that stay, with the ones that they build on")
+    max_deltas: int = Field(
+        7,
+        ge=0,
+        le=MAX_SEQUENCE,
+        description="deltas between two full cuts: they have the weights of rows that changed since the cut before",
+    )
     on_finish: bool = Field(True, description="takes a last cut when training is done, and waits for it")
 
     @model_validator(mode="after")

@@ -85,6 +85,7 @@ class ArmSummary:
     mask_info: dict[str, Any] = field(default_factory=dict)
     steps: int = 0  # from the first, whenever that was
     snapshots: int = 0
+    snapshots_delta: int = 0  # of these, the ones that hold what changed since the one before
     snapshots_failed: int = 0
     snapshots_skipped: int = 0  # the cut before was still being written
     snapshot_pause_s_max: float = 0.0  # longest that training stood still for a cut

@@ -180,6 +180,7 @@ def snapshot_figures(cuts: Cuts | None, snapshot: Snapshot | None) -> dict[str, 
         counts = cuts.counts
         figures = {
             "snapshots": counts.taken,
+            "snapshots_delta": counts.deltas,
             "snapshots_failed": counts.failed,
             "snapshots_skipped": counts.skipped,
             "snapshot_pause_s_max": round(counts.pause_s_max, 4),

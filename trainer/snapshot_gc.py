@@ -1,5 +1,7 @@
 """Which snapshots of a job stay, and the files of frozen rows that none of them needs any more.
 
+Neither removes a cut that one that stays is a delta of, directly or through others.
+
 keep_newest, after each cut of a run: removes nothing but what this run took, or garbage of epochs that are over;
 snapshots of another run under the same name stay until somebody removes them.
 collect, `frostline ckpt gc`: that somebody.
@@ -8,7 +10,7 @@ collect, `frostline ckpt gc`: that somebody.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,22 +20,43 @@ from embedding_server.segment_file import PARTIAL_SUFFIX
 from embedding_server.snapshot_format import OBJECTS, segment_object
 from trainer.snapshot_list import newest_change, size_of_tree
 from trainer.snapshot_lock import alone_in
-from trainer.snapshots import CutName, check_files, cuts_in, digests_in, is_complete, read_manifest, remove_cut
+from trainer.snapshots import (
+    CutName,
+    chain_of,
+    check_files,
+    cuts_in,
+    digests_in,
+    is_complete,
+    read_manifest,
+    remove_cut,
+)
 
 
 def keep_newest(folder: Path, keep: int, run: str | None, epoch: int) -> list[CutName]:
-    """Removes what is older than the newest `keep` cuts of `run` in a job's folder; returns it, oldest first.
+    """Removes what is older than the newest `keep` cuts of `run` in a job's folder, and none of these is a delta of;
+    returns it, oldest first.
 
     Called by the one that writes cuts of `epoch`, while none is under way: so what has no manifest, of this epoch and
     before, is garbage. A cut whose manifest is damaged stays, for whoever looks into it.
     """
     own = [cut for cut in cuts_in(folder) if is_complete(folder / cut.folder) and _run_of(folder / cut.folder) == run]
     garbage = [cut for cut in cuts_in(folder) if cut.epoch <= epoch and not is_complete(folder / cut.folder)]
-    removed = sorted([*own[:-keep], *garbage])
+    needed = needed_by(folder, own[-keep:])
+    old = [cut for cut in own[:-keep] if needed is not None and cut not in needed]
+    removed = sorted([*old, *garbage])
     for cut in removed:
         remove_cut(folder / cut.folder)
     remove_unused_objects(folder)
     return removed
+
+
+def needed_by(folder: Path, cuts: Iterable[CutName]) -> set[CutName] | None:
+    """Those that the given ones are deltas of, and they themselves; None if a manifest that would tell is damaged."""
+    try:
+        chains = [chain_of(folder / cut.folder) for cut in cuts]
+        return {CutName(manifest.epoch, manifest.step) for chain in chains for _, manifest in chain}
+    except SegmentCorrupt:
+        return None
 
 
 def _run_of(cut: Path) -> str | None:
@@ -81,8 +104,8 @@ class Removal:
 
 
 def collect(folder: Path, keep: int, min_age_s: float, *, dry_run: bool = False) -> Removal:
-    """Keeps the newest `keep` complete cuts of a job, of whichever run, and removes older ones, cuts without a manifest
-    and segment files that no cut names.
+    """Keeps the newest `keep` complete cuts of a job, of whichever run, with those that they are deltas of, and removes
+    older ones, cuts without a manifest and segment files that no cut names.
 
     Whatever may be being written stays: InvalidInput if the folder is in use (snapshot_lock.py); a cut without a
     manifest in which something was written less than `min_age_s` ago stays, and all segment files with it.
@@ -121,4 +144,7 @@ def _old_cuts(folder: Path, keep: int, min_age_s: float) -> tuple[list[CutName],
             complete.append(cut)
         except SegmentCorrupt as error:
             notes.append(f"{cut.folder} stays for whoever looks into it: {error}")
-    return sorted([*complete[:-keep], *garbage]), notes
+    needed = needed_by(folder, complete[-keep:])
+    assert needed is not None, "check_files has read them"
+    old = [cut for cut in complete[:-keep] if cut not in needed]
+    return sorted([*old, *garbage]), notes

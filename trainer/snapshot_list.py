@@ -12,11 +12,12 @@ from pathlib import Path
 from embedding_server.errors import FrostlineError, InvalidInput, SegmentCorrupt
 from embedding_server.snapshot_check import Findings, check_part
 from embedding_server.snapshot_format import OBJECTS
-from embedding_server.snapshot_parts import Part, read_parts
+from embedding_server.snapshot_parts import Part, read_part, read_parts
 from embedding_server.snapshot_rows import PartTable
 from trainer.snapshots import (
     CutName,
     Manifest,
+    chain_of,
     check_files,
     cuts_in,
     is_complete,
@@ -24,7 +25,6 @@ from trainer.snapshots import (
     read_dense_file,
     read_manifest,
     read_record,
-    record_path,
 )
 
 
@@ -46,6 +46,8 @@ class SnapshotFigures:
     epoch: int
     bytes: int  # of its own files
     what: str | None = None
+    parent: str | None = None  # name of the snapshot that it is a delta of, and is of no use without
+    sequence: int = 0  # deltas since a full one
     job: str | None = None
     arm: str | None = None
     created: str | None = None
@@ -118,6 +120,8 @@ def _snapshot(folder: Path, cut: CutName) -> SnapshotFigures:
         bytes=size,
         job=manifest.job,
         arm=manifest.arm,
+        parent=None if manifest.parent is None else CutName(manifest.parent.epoch, manifest.parent.step).folder,
+        sequence=manifest.sequence,
         created=manifest.created,
         rows_hot=sum(table.rows_hot for table in tables.values()),
         rows_frozen=sum(table.rows_frozen for table in tables.values()),
@@ -184,7 +188,8 @@ def _manifest(cut: Path) -> Manifest:
 
 
 def verify(cut: Path) -> Findings:
-    """Reads and checks every byte. InvalidInput if it is no snapshot; what is damaged is a finding."""
+    """Reads and checks every byte, of a delta also what it needs of its parents. InvalidInput if it is no snapshot;
+    what is damaged is a finding."""
     findings = Findings()
     try:
         manifest = _manifest(cut)
@@ -194,6 +199,7 @@ def verify(cut: Path) -> Findings:
     for entry in manifest.dense:
         if findings.gather(partial(read_dense_file, cut, entry)):
             findings.bytes_read += entry.size_bytes
+    findings.gather(lambda: list(chain_of(cut)))
     parts: list[Part] = []
     for number in range(len(manifest.shards)):
         findings.gather(partial(_add_part, parts, cut, manifest, number))
@@ -205,5 +211,5 @@ def verify(cut: Path) -> Findings:
 
 
 def _add_part(parts: list[Part], cut: Path, manifest: Manifest, number: int) -> None:
-    record = read_record(cut, manifest, number)
-    parts.append(Part(record_path(cut, number, len(manifest.shards)).parent, record, record.owned_buckets()))
+    read_record(cut, manifest, number)
+    parts.append(read_part(cut, number, len(manifest.shards)))

@@ -8,7 +8,8 @@
 
 JOB is a name made safe for file systems, of the job and, if it has arms, the arm. A manifest holds sizes and CRC-32s of
 what it names; file names are never taken from it, only numbers. `run` tells the cuts of one training, resumed or not,
-from those of another under the same job name. Importing this module does not import torch.
+from those of another under the same job name. A delta (snapshot_format.py) names its parent by step and epoch, and by
+the size and CRC-32 of its manifest: `chain_of`. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from isal.isal_zlib import crc32
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from embedding_server.errors import InvalidInput
 from embedding_server.safe_name import safe_name
@@ -34,17 +36,20 @@ from embedding_server.snapshot_format import (
     MANIFEST,
     OBJECTS,
     RECORD,
+    ParentRecord,
     ShardRecord,
+    check_lineage,
     cut_folder,
     frozen_file,
     hot_file,
     part_folder,
+    read_bounded,
     read_model,
     read_shard_record,
     segment_object,
     write_sealed_json,
 )
-from embedding_server.store import UpdateMode
+from embedding_server.store import MAX_SEQUENCE, UpdateMode
 
 DENSE_FILE = "dense.safetensors"
 _CUT = re.compile(r"cut-([0-9]{12})-([0-9]{1,18})", re.ASCII)
@@ -88,8 +93,13 @@ class Manifest(_Entry):
     dense: list[FileEntry] = Field(max_length=1)
     reader: dict[str, Any] | None  # Reader.state_dict, of all workers: a global position
     resolved_job: dict[str, Any] | None
-    parent: None = None
-    sequence: Literal[0] = 0
+    parent: ParentRecord | None = None  # of a delta, by its manifest.json
+    sequence: int = Field(0, ge=0, le=MAX_SEQUENCE)  # deltas since the full cut of the chain
+
+    @model_validator(mode="after")
+    def _check(self) -> Manifest:
+        check_lineage(self.parent, self.sequence, self.step, self.epoch)
+        return self
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -146,11 +156,41 @@ def read_manifest(cut: Path) -> Manifest:
     return manifest
 
 
-def write_manifest(cut: Path, manifest: Manifest) -> None:
-    """The last file of a cut; from here on it counts. OSError if it cannot be written."""
+def read_parent(cut: Path, manifest: Manifest) -> tuple[Path, Manifest]:
+    """The cut that a delta builds on, and its manifest. SegmentCorrupt, naming the file, if it is not the one."""
+    parent = manifest.parent
+    assert parent is not None
+    folder = cut.parent / CutName(parent.epoch, parent.step).folder
+    path = folder / MANIFEST
+    try:
+        data = read_bounded(path)
+    except OSError as error:
+        raise corrupt(path, f"cannot be read ({error.strerror}), and {cut.name} is a delta of it") from None
+    if (len(data), crc32(data)) != (parent.size_bytes, parent.crc32):
+        raise corrupt(path, f"is not the one that it was when {cut.name} was written as a delta of it")
+    found = read_manifest(folder)
+    said = (found.job, found.arm, found.sequence, len(found.shards))
+    if said != (manifest.job, manifest.arm, manifest.sequence - 1, len(manifest.shards)):
+        raise corrupt(path, f"job, arm, sequence or number of shards are not those of a parent of {cut.name}")
+    return folder, found
+
+
+def chain_of(cut: Path) -> Iterator[tuple[Path, Manifest]]:
+    """A cut and, if it is a delta, its parents to the full cut. SegmentCorrupt, naming the file, where one is missing
+    or not the one; as steps fall from one to the next, it ends."""
+    manifest = read_manifest(cut)
+    yield cut, manifest
+    while manifest.parent is not None:
+        cut, manifest = read_parent(cut, manifest)
+        yield cut, manifest
+
+
+def write_manifest(cut: Path, manifest: Manifest) -> ParentRecord:
+    """The last file of a cut; from here on it counts. Returns how a delta names it. OSError if it cannot be written."""
     sync_folder(cut)
     sync_folder(cut.parent)  # the cut's own name, before the manifest stands for it
-    write_sealed_json(cut / MANIFEST, manifest.model_dump(mode="json"))
+    file = write_sealed_json(cut / MANIFEST, manifest.model_dump(mode="json"))
+    return ParentRecord(step=manifest.step, epoch=manifest.epoch, size_bytes=file.size_bytes, crc32=file.crc32)
 
 
 def now_text() -> str:
@@ -216,6 +256,9 @@ def read_record(cut: Path, manifest: Manifest, part: int) -> ShardRecord:
     record = read_shard_record(path.parent)
     if (record.step, record.epoch, record.job) != (manifest.step, manifest.epoch, manifest.job):
         raise corrupt(path, f"is of step {record.step}, epoch {record.epoch} of job {record.job!r}")
+    of_parent, its_parent = manifest.parent, record.parent
+    if (of_parent and (of_parent.step, of_parent.epoch)) != (its_parent and (its_parent.step, its_parent.epoch)):
+        raise corrupt(path, "is a delta of another cut than its manifest.json says")
     return record
 
 
@@ -230,16 +273,18 @@ def digests_in(cut: Path) -> set[str]:
 
 
 def check_files(cut: Path) -> None:
-    """SegmentCorrupt, naming the file, unless every file that a cut needs is there, of its size. Reads JSON alone."""
-    manifest = read_manifest(cut)
-    sizes = {cut / entry.name: entry.size_bytes for entry in manifest.dense}
-    for part, record in enumerate(read_records(cut, manifest)):
-        folder = record_path(cut, part, len(manifest.shards)).parent
-        for number, table in enumerate(record.tables):
-            sizes[folder / hot_file(number)] = table.hot.size_bytes
-            sizes[folder / frozen_file(number)] = table.frozen.size_bytes
-            for segment in table.segments:
-                sizes[cut.parent / OBJECTS / segment_object(segment.digest)] = segment.size_bytes
+    """SegmentCorrupt, naming the file, unless every file that a cut needs is there, of its size: of its parents those
+    that a restore reads. Reads JSON alone."""
+    chain = list(chain_of(cut))
+    sizes = {cut / entry.name: entry.size_bytes for entry in chain[0][1].dense}
+    for each, manifest in chain:
+        for part, record in enumerate(read_records(each, manifest)):
+            folder = record_path(each, part, len(manifest.shards)).parent
+            for number, table in enumerate(record.tables):
+                sizes[folder / hot_file(number)] = table.hot.size_bytes
+                if each == cut:
+                    sizes[folder / frozen_file(number)] = table.frozen.size_bytes
+                    sizes |= {cut.parent / OBJECTS / segment_object(s.digest): s.size_bytes for s in table.segments}
     for path, size_bytes in sizes.items():
         try:
             found = path.lstat().st_size

@@ -87,10 +87,10 @@ class CutShards:
             while not shard.reselect(self.who, self.step, frostlines)[1]:
                 pass
 
-    def begin_cut(self, root: Path) -> Path:
+    def begin_cut(self, root: Path, parent: Path | None = None) -> Path:
         folder = root / f"cut-{self.step:012d}-{self.epoch}"
         for s, shard in enumerate(self.shards):
-            assert shard.begin_cut(self.who, self.step, folder, s, len(self.shards))
+            assert shard.begin_cut(self.who, self.step, folder, s, len(self.shards), parent)
         return folder
 
     def finish_cut(self) -> None:
@@ -99,8 +99,8 @@ class CutShards:
                 shard.maintain()
             assert shard.cut_progress(self.who).error is None
 
-    def cut(self, root: Path) -> Path:
-        folder = self.begin_cut(root)
+    def cut(self, root: Path, parent: Path | None = None) -> Path:
+        folder = self.begin_cut(root, parent)
         self.finish_cut()
         return folder
 

@@ -39,9 +39,9 @@ class CutHarness(Harness):
         self.at_cut: tuple[int, Model, dict[int, bytes]] | None = None
         self.visited: set[tuple[int, int, int]] = set()
 
-    def begin_cut(self, folder: Path) -> None:
+    def begin_cut(self, folder: Path, parent: Path | None = None) -> None:
         self.folder = folder / f"cut-{self.step:012d}-{self.epoch}"
-        assert self.shard.begin_cut(self.who(0), self.step, self.folder, 0, 1)
+        assert self.shard.begin_cut(self.who(0), self.step, self.folder, 0, 1, parent)
         self.at_cut = self.step, copy.deepcopy(self.model), self.frozen_bytes()
 
     def slices(self) -> None:
@@ -128,7 +128,7 @@ def _row_of(table, location: int) -> tuple[bool, bytes, int, int]:
     return True, weights.tobytes(), int(table.last_step.array[location, 0]), int(table.visits.array[location, 0])
 
 
-def _harness(data, *, capped: bool) -> CutHarness:
+def make_harness(data, *, capped: bool) -> CutHarness:
     max_hot = data.draw(st.sampled_from([3, 8, 20])) if capped else NO_CAP
     policy = data.draw(policies).model_copy(
         update={
@@ -150,10 +150,10 @@ def _run(data, folder: Path, harness: CutHarness, num_shards: int) -> None:
     harness.draw = data.draw
     try:
         for _ in range(data.draw(st.integers(1, 5))):
-            _step(data, harness)
+            run_step(data, harness)
         harness.begin_cut(folder)
         for _ in range(data.draw(st.integers(0, 3))):
-            _step(data, harness)
+            run_step(data, harness)
         harness.finish_cut()
         progress = harness.shard.cut_progress(harness.who(0))
         step, model, _ = harness.at_cut
@@ -169,7 +169,7 @@ def _run(data, folder: Path, harness: CutHarness, num_shards: int) -> None:
             shard.close()
 
 
-def _step(data, harness: CutHarness) -> None:
+def run_step(data, harness: CutHarness) -> None:
     harness.run_step(data.draw)
     what = data.draw(st.integers(0, 3))
     harness.slices()
@@ -187,7 +187,7 @@ def _go_on(data, harness: CutHarness, shard: Shard) -> None:
     resumed.step, resumed.model, _ = harness.at_cut
     resumed.at_cut, resumed.visited = None, set()
     for _ in range(data.draw(st.integers(1, 3))):
-        _step(data, resumed)
+        run_step(data, resumed)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -200,13 +200,13 @@ def small_slices():
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data(), st.integers(1, 3))
 def test_cut_of_a_history_equals_the_model_at_its_step(tmp_path_factory, data, num_shards: int) -> None:
-    _run(data, tmp_path_factory.mktemp("cut") / "job", _harness(data, capped=False), num_shards)
+    _run(data, tmp_path_factory.mktemp("cut") / "job", make_harness(data, capped=False), num_shards)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_cut_while_a_cap_freezes_rows_equals_the_model(tmp_path_factory, data) -> None:
-    _run(data, tmp_path_factory.mktemp("cut") / "job", _harness(data, capped=True), 1)
+    _run(data, tmp_path_factory.mktemp("cut") / "job", make_harness(data, capped=True), 1)
 
 
 def _plain(folder: Path, *, num_rows: int = 60, policy: PolicySpec | None = None, **options) -> CutShards:
