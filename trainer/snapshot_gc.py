@@ -44,7 +44,7 @@ def keep_newest(folder: Path, keep: int, run: str | None, epoch: int) -> list[Cu
     needed = needed_by(folder, own[-keep:])
     old = [cut for cut in own[:-keep] if needed is not None and cut not in needed]
     removed = sorted([*old, *garbage])
-    for cut in removed:
+    for cut in reversed(removed):  # deltas before what they are deltas of
         remove_cut(folder / cut.folder)
     remove_unused_objects(folder)
     return removed
@@ -119,7 +119,7 @@ def collect(folder: Path, keep: int, min_age_s: float, *, dry_run: bool = False)
             notes.append("no segment file was removed, for a snapshot that stays does not say which ones it needs")
         freed += sum(path.lstat().st_size for path in objects or ())
         if not dry_run:
-            for cut in old:
+            for cut in reversed(old):  # deltas before what they are deltas of
                 remove_cut(folder / cut.folder)
             for path in objects or ():
                 path.unlink(missing_ok=True)
@@ -130,7 +130,7 @@ def collect(folder: Path, keep: int, min_age_s: float, *, dry_run: bool = False)
 
 def _old_cuts(folder: Path, keep: int, min_age_s: float) -> tuple[list[CutName], list[str]]:
     cuts, notes = cuts_in(folder), []
-    complete, garbage = [], []
+    complete, damaged, garbage = [], [], []
     for cut in cuts:
         path = folder / cut.folder
         if not is_complete(path):
@@ -143,8 +143,8 @@ def _old_cuts(folder: Path, keep: int, min_age_s: float) -> tuple[list[CutName],
             check_files(path)  # a snapshot that lacks a file must not cost one that is whole
             complete.append(cut)
         except SegmentCorrupt as error:
+            damaged.append(cut)
             notes.append(f"{cut.folder} stays for whoever looks into it: {error}")
-    needed = needed_by(folder, complete[-keep:])
-    assert needed is not None, "check_files has read them"
+    needed = set().union(*(needed_by(folder, [cut]) or set() for cut in [*complete[-keep:], *damaged]))
     old = [cut for cut in complete[:-keep] if cut not in needed]
     return sorted([*old, *garbage]), notes

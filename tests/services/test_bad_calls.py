@@ -264,6 +264,8 @@ BAD_CALLS: dict[str, tuple[str, Any, grpc.StatusCode, list[str]]] = {
     "cut: relative folder": ("Advance", cut(folder=f"job/{CUT}"), INVALID, ["folder 'job/", "absolute path"]),
     "cut: way up": ("Advance", cut(folder=f"/tmp/../etc/{CUT}"), INVALID, ["'/tmp/../etc/", "'..'"]),
     "cut: folder of no cut": ("Advance", cut(folder="/tmp/job/cut"), INVALID, ["'/tmp/job/cut'", "cut-STEP-EPOCH"]),
+    "cut: parent of no cut": ("Advance", cut(parent="/tmp/job/cut"), INVALID, ["'/tmp/job/cut'", "cut-STEP-EPOCH"]),
+    "cut: way up to a parent": ("Advance", cut(parent=f"/tmp/../{CUT}"), INVALID, ["'/tmp/../", "'..'"]),
     "cut: no such shard": ("Advance", cut(shard_index=2), INVALID, ["shard_index=2", "num_shards=2"]),
     "cut: too many shards": ("Advance", cut(num_shards=5000), INVALID, ["num_shards=5000", "1024"]),
     "cut: step under way": ("Advance", cut(), PRECONDITION, ["step 1", "pulled"]),

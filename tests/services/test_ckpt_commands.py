@@ -26,10 +26,10 @@ def runner() -> CliRunner:
 
 @pytest.fixture
 def cut(serve, tmp_path) -> Path:
-    """Of two shards, all row_ids in 0 to 900."""
+    """Of two shards, all row_ids in 0 to 900; a delta."""
     store = RemoteStore(serve(2, snapshot_root=tmp_path))
     try:
-        return make_snapshot(tmp_path / "snapshots", store, low=0)[0]
+        return make_snapshot(tmp_path / "snapshots", store, low=0, deltas=True)[0]
     finally:
         store.close()
 
@@ -38,7 +38,9 @@ def test_every_command_of_the_readme_works(runner, cut, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "README.md").read_text()
     commands = re.findall(r"^frostline (ckpt [^#\n]*)", text, flags=re.M)
-    assert [shlex.split(command)[1] for command in commands] == ["ls", "verify", "gc", *["export"] * 3, "import"]
+    assert [shlex.split(command)[1] for command in commands] == [
+        "ls", "verify", "gc", "compact", *["export"] * 3, "import"
+    ]  # fmt: skip
     for command in commands:
         words = [
             {"SNAPSHOT": str(cut), "/mnt/snapshots": str(cut.parent.parent)}.get(word, word)
@@ -52,7 +54,11 @@ def test_every_command_of_the_readme_works(runner, cut, tmp_path, monkeypatch):
     result = runner.invoke(app, ["ckpt", "ls", str(cut.parent.parent), "--json"])
     jobs = {job["job"]: job["snapshots"] for job in json.loads(result.stdout)}
     assert [snapshot["rows_hot"] for snapshot in jobs["clicks"]] == [100000]
-    assert jobs["job"][0]["tables"]["item"]["rows_hot"] + jobs["job"][0]["tables"]["item"]["rows_frozen"] == len(ids)
+    assert [snapshot["sequence"] for snapshot in jobs["job"]] == [0, 1, 2, 0]
+    assert [snapshot["parent"] for snapshot in jobs["job"]][1:] == [
+        "cut-000000000006-1", "cut-000000000011-1", None
+    ]  # fmt: skip
+    assert jobs["job"][-1]["tables"]["item"]["rows_hot"] + jobs["job"][-1]["tables"]["item"]["rows_frozen"] == len(ids)
 
 
 def test_verify_names_what_is_damaged_and_says_so_in_its_status(runner, cut, tmp_path):
@@ -67,6 +73,20 @@ def test_verify_names_what_is_damaged_and_says_so_in_its_status(runner, cut, tmp
     assert str(damaged) in result.stderr
     assert runner.invoke(app, ["ckpt", "verify", str(tmp_path / "nothing")]).exit_code == 2
     assert "damaged" in runner.invoke(app, ["ckpt", "ls", str(cut.parent)]).stdout
+
+
+def test_compact_says_what_it_made_and_refuses_a_full_snapshot(runner, cut):
+    result = runner.invoke(app, ["ckpt", "compact", str(cut.parent), "--json"])
+    assert result.exit_code == 0, result.output
+    made = json.loads(result.stdout)
+    assert made["path"] == str(cut.parent / "cut-000000000012-2")
+    assert made["chain"] == [f"cut-0000000000{step}-1" for step in ("12", "11", "06")]
+    assert runner.invoke(app, ["ckpt", "verify", made["path"]]).exit_code == 0
+    result = runner.invoke(app, ["ckpt", "compact", made["path"]])
+    assert result.exit_code == 2 and "nothing to compact" in result.stderr
+    result = runner.invoke(app, ["ckpt", "gc", str(cut.parent), "--keep", "1", "--json"])
+    assert len(json.loads(result.stdout)["jobs"][0]["removed"]) == 3
+    assert runner.invoke(app, ["ckpt", "verify", str(cut.parent)]).exit_code == 0
 
 
 def test_gc_says_what_it_did_and_what_it_left_alone(runner, cut):

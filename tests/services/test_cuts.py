@@ -27,7 +27,7 @@ from embedding_server.inproc import InprocStore
 from embedding_server.kernels.routing import dedup_route
 from embedding_server.kernels.wire import from_float32
 from embedding_server.shard import Shard
-from embedding_server.snapshot_format import MANIFEST, RECORD, cut_folder, part_folder
+from embedding_server.snapshot_format import MANIFEST, RECORD, cut_folder, part_folder, read_shard_record
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
 from embedding_server.store import (
     CutProgress,
@@ -158,10 +158,10 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def cut(store: EmbeddingStore, who: Identity, step: int, root: Path) -> str:
+def cut(store: EmbeddingStore, who: Identity, step: int, root: Path, parent: str | None = None) -> str:
     """A whole cut; its folder."""
     folder = folder_of(root, who, step)
-    store.begin_cut(who, step, folder)
+    store.begin_cut(who, step, folder, parent)
     for part in wait_for_cut(store, who):
         assert (part.step, part.error) == (step, None)
     return folder
@@ -192,6 +192,51 @@ def test_a_run_restored_on_any_number_of_shards_goes_on_as_if_nothing_had_happen
     run(model, of_model, 8, 13)
     assert_same(second, model)
     model.close()
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
+def test_a_run_restored_from_deltas_goes_on_as_if_nothing_had_happened(
+    connect: Connect, tmp_path: Path, before: int, after: int
+) -> None:
+    model = InprocStore(memory_limit_bytes=64 << 20, backend="cpu")
+    model.create_tables(SPECS)
+    of_model = begin(model)
+    run(model, of_model, 1, 9)
+
+    first = connect(before)
+    who = begin(first)
+    parent = None
+    for begins, ends in ((1, 3), (4, 5), (6, 9)):
+        run(first, who, begins, ends)
+        parent = cut(first, who, ends, tmp_path, parent)
+    second = connect(after, snapshot_root=tmp_path)
+    who = begin(second, will_restore=True)
+    assert parent is not None
+    second.restore(who, parent)
+    assert_same(second, model)
+    run(second, who, 10, 12)
+    run(model, of_model, 10, 12)
+    assert_same(second, model)
+    model.close()
+
+
+def test_where_one_shard_knows_no_parent_none_begins(connect: Connect, tmp_path: Path) -> None:
+    store = connect(2, snapshot_root=tmp_path)
+    who = begin(store)
+    run(store, who, 1, 4)
+    full = cut(store, who, 4, tmp_path)
+    run(store, who, 5, 5)
+    for parent in (folder_of(tmp_path, who, 3), folder_of(tmp_path / "other", who, 4)):
+        with pytest.raises(InvalidInput, match=r"shard 0 \(127.*is no earlier cut.*take a full cut"):
+            store.begin_cut(who, 5, folder_of(tmp_path, who, 5), parent)
+    with pytest.raises(InvalidInput, match="does not lie within"):
+        store.begin_cut(who, 5, folder_of(tmp_path, who, 5), folder_of(tmp_path.parent, who, 4))
+    delta = cut(store, who, 5, tmp_path, full)
+    parts = [read_shard_record(Path(delta) / part_folder(part, 2)) for part in range(2)]
+    assert [(part.sequence, part.parent.step if part.parent else None) for part in parts] == [(1, 4), (1, 4)]
+    who = begin(store)
+    with pytest.raises(InvalidInput, match="in epoch 2 since its last full one began"):
+        store.begin_cut(who, 5, folder_of(tmp_path, who, 5), full)
 
 
 @pytest.mark.parametrize("mode", ["sync", "pipelined"])

@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from isal.isal_zlib import crc32
+
 from embedding_server.snapshot_format import (
     OBJECTS,
+    RECORD,
     ShardRecord,
     frozen_file,
     hot_file,
     part_folder,
+    read_shard_record,
     segment_object,
     write_sealed_json,
 )
@@ -18,10 +22,18 @@ from embedding_server.spec import TableSpec
 
 
 def write_part(
-    cut: Path, part: int, num_parts: int, job: str, step: int, epoch: int, digests: list[str], **spec: Any
+    cut: Path,
+    part: int,
+    num_parts: int,
+    job: str,
+    step: int,
+    epoch: int,
+    digests: list[str],
+    parent: Path | None = None,
+    **spec: Any,
 ) -> None:
     """One shard's folder with a table `f` of no rows, whose segments have these digests and lie in objects/.
-    Files have the size that shard.json says, and nothing in them."""
+    Files have the size that shard.json says, and nothing in them. parent: the cut that it is a delta of."""
     folder = cut / part_folder(part, num_parts)
     folder.mkdir(parents=True)
     objects = cut.parent / OBJECTS
@@ -61,5 +73,16 @@ def write_part(
         "parent": None,
         "sequence": 0,
     }
+    if parent is not None:
+        path = parent / part_folder(part, num_parts) / RECORD
+        before = read_shard_record(path.parent)
+        record["parent"] = file_of(path) | {"step": before.step, "epoch": before.epoch}
+        record["sequence"] = before.sequence + 1
     ShardRecord.model_validate(record)  # or the tests would not see that the format has changed
-    write_sealed_json(folder / "shard.json", record)
+    write_sealed_json(folder / RECORD, record)
+
+
+def file_of(path: Path) -> dict[str, int]:
+    """How a delta names a file of its parent, but for step and epoch."""
+    data = path.read_bytes()
+    return {"size_bytes": len(data), "crc32": crc32(data)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from trainer.job import Job, make_job
 from trainer.loop import run_worker
 from trainer.report import ArmSummary
 from trainer.snapshot_lock import only_training
-from trainer.snapshots import CutName, cuts_in, is_complete, job_folder, read_manifest
+from trainer.snapshots import CutName, chain_of, cuts_in, is_complete, job_folder, read_manifest
 
 
 def job_of(uri: Path, mode: str = "sync", **sections) -> Job:
@@ -51,6 +52,7 @@ class PlayedCuts(InprocStore):
     def __init__(self) -> None:
         super().__init__(memory_limit_bytes=256 << 20)
         self.begun: list[tuple[int, int]] = []  # step, last step that was pulled
+        self.parents: list[int | None] = []  # their steps
         self.abandoned = 0
         self._pulled = 0
 
@@ -68,12 +70,13 @@ class PlayedCuts(InprocStore):
                 thread.join()
         return super().push(who, step, gradients)
 
-    def begin_cut(self, who: Identity, step: int, folder: str) -> None:
+    def begin_cut(self, who: Identity, step: int, folder: str, parent: str | None = None) -> None:
         self.begun.append((step, self._pulled))
-        write_part(Path(folder), 0, 1, who.job, step, who.epoch, [])
+        self.parents.append(None if parent is None else int(Path(parent).name.split("-")[1]))
+        write_part(Path(folder), 0, 1, who.job, step, who.epoch, [], None if parent is None else Path(parent))
 
     def cut_progress(self, who: Identity) -> list[CutProgress]:
-        return [CutProgress(self.begun[-1][0], is_done=True, bytes_written=10)]
+        return [CutProgress(self.begun[-1][0], is_done=True, bytes_written=100 if self.parents[-1] is None else 40)]
 
     def abandon_cut(self, who: Identity) -> None:
         self.abandoned += 1
@@ -110,7 +113,7 @@ def test_a_manifest_says_where_the_run_stood_whatever_was_read_ahead(tmp_path: P
 
 
 def test_the_last_cut_is_that_of_the_end_and_only_as_many_stay_as_asked(tmp_path: Path) -> None:
-    job = job_of(tmp_path, snapshots={"on_finish": True})
+    job = job_of(tmp_path, snapshots={"on_finish": True, "max_deltas": 0})
     store = PlayedCuts()
     summary, _ = run(job, store, tmp_path / "run")
     assert [step for step, _ in store.begun] == [10, 20, 30, 40, 48]
@@ -118,6 +121,79 @@ def test_the_last_cut_is_that_of_the_end_and_only_as_many_stay_as_asked(tmp_path
     folder = job_folder(tmp_path, "cutting")
     assert cuts_in(folder) == [CutName(1, 40), CutName(1, 48)]
     assert read_manifest(folder / CutName(1, 48).folder).reader["step_in_pass"] == 24
+
+
+@pytest.mark.parametrize(
+    ("max_deltas", "parents", "stays"),
+    [
+        (0, [None, None, None, None, None], [48]),
+        (1, [None, 10, None, 30, None], [48]),
+        (2, [None, 10, 20, None, 40], [40, 48]),
+        (9, [None, 10, 20, 30, None], [48]),  # three deltas of 40 bytes are more than a full cut of 100
+    ],
+)
+def test_cuts_are_deltas_of_the_one_before_and_what_they_build_on_stays(
+    tmp_path: Path, max_deltas, parents, stays
+) -> None:
+    job = job_of(tmp_path, snapshots={"on_finish": True, "keep": 1, "max_deltas": max_deltas})
+    store = PlayedCuts()
+    summary, notes = run(job, store, tmp_path / "run")
+    assert (store.parents, notes) == (parents, [])
+    assert (summary.snapshots, summary.snapshots_delta) == (5, 5 - parents.count(None))
+    folder = job_folder(tmp_path, "cutting")
+    assert [cut.step for cut in cuts_in(folder)] == stays
+    chain = list(chain_of(folder / cuts_in(folder)[-1].folder))
+    assert [manifest.step for _, manifest in chain] == stays[::-1]
+    assert [manifest.sequence for _, manifest in chain] == [*range(len(stays))][::-1]
+
+
+class FailsSometimes(PlayedCuts):
+    def __init__(self, steps: set[int], refused: set[int] = frozenset()) -> None:
+        super().__init__()
+        self.fail, self.refused = steps, refused
+
+    def begin_cut(self, who: Identity, step: int, folder: str, parent: str | None = None) -> None:
+        if step in self.refused and parent is not None:
+            raise InvalidInput("shard 1: parent is no earlier cut")
+        super().begin_cut(who, step, folder, parent)
+
+    def cut_progress(self, who: Identity) -> list[CutProgress]:
+        (progress,) = super().cut_progress(who)
+        return [dataclasses.replace(progress, error="full disk" if progress.step in self.fail else None)]
+
+
+@pytest.mark.parametrize(
+    ("fails", "refused", "parents"),
+    [
+        ({20}, set(), [None, 10, 10, 30, 40]),  # a delta: the next builds on the last complete one
+        ({10}, set(), [None, None, 20, 30, 40]),  # a full one
+        (set(), {30}, [None, 10, None, 30, 40]),  # a shard does not know the parent
+        ({30}, {30}, [None, 10, None, None, 40]),  # and has forgotten all others by then
+    ],
+)
+def test_a_cut_that_failed_is_no_parent(tmp_path: Path, fails, refused, parents) -> None:
+    store = FailsSometimes(fails, refused)
+    job = job_of(tmp_path, snapshots={"on_finish": True, "keep": 9})
+    summary, notes = run(job, store, tmp_path / "run")
+    assert store.parents == parents
+    said = ["snapshot of step 30 is a full one, no delta: shard 1: parent is no earlier cut"] if refused else []
+    said += [f"snapshot of step {step} failed, training goes on: shard 0: full disk" for step in sorted(fails)]
+    assert notes == said
+    assert (summary.snapshots, summary.snapshots_failed) == (5 - len(fails), len(fails))
+
+
+class LosesAManifest(PlayedCuts):
+    def push(self, who: Identity, step: int, gradients):
+        if step == 15:
+            (job_folder(self.uri, "cutting") / CutName(1, 10).folder / "manifest.json").unlink()
+        return super().push(who, step, gradients)
+
+
+def test_a_cut_that_is_gone_from_disk_is_no_parent(tmp_path: Path) -> None:
+    store = LosesAManifest()
+    store.uri = tmp_path
+    run(job_of(tmp_path), store, tmp_path / "run")
+    assert store.parents == [None, None, 20, 30]
 
 
 def test_no_cut_is_taken_twice_at_the_end(tmp_path: Path) -> None:
@@ -148,10 +224,10 @@ def test_two_trainings_in_one_folder_are_told_of_each_other(tmp_path: Path) -> N
 
 
 class Refuses(PlayedCuts):
-    def begin_cut(self, who: Identity, step: int, folder: str) -> None:
+    def begin_cut(self, who: Identity, step: int, folder: str, parent: str | None = None) -> None:
         if step == 20:
             raise NotReady("shard 1: not now")
-        super().begin_cut(who, step, folder)
+        super().begin_cut(who, step, folder, parent)
 
 
 def test_a_cut_that_cannot_begin_is_an_event_and_a_count(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from embedding_server import snapshot_rewrite
 from embedding_server.errors import FrostlineError, InvalidInput, SegmentCorrupt
 from embedding_server.inproc import InprocStore
 from embedding_server.segment_file import SegmentArrays, SegmentFormat, write_segment
@@ -22,10 +23,12 @@ from embedding_server.snapshot_check import Findings, check_part
 from embedding_server.snapshot_format import MANIFEST, OBJECTS, part_folder, read_sealed_json, write_sealed_json
 from embedding_server.snapshot_parts import read_parts
 from embedding_server.snapshot_rows import TableRows
+from embedding_server.store import FOUND, Identity
 from tests.trainer.test_resume import job_of, run
-from tests.trainer.test_snapshots import write_cut
-from tests.trainer.trained_snapshots import SPECS, make_snapshot, objects_in
+from tests.trainer.test_snapshots import write_chain, write_cut
+from tests.trainer.trained_snapshots import EVERY_ID, SPECS, make_snapshot, objects_in
 from trainer import snapshot_gc
+from trainer.snapshot_compact import compact
 from trainer.snapshot_gc import collect
 from trainer.snapshot_list import find_cut, list_jobs, open_snapshot, verify
 from trainer.snapshot_lock import alone_in, in_use
@@ -113,6 +116,7 @@ def rewrite(cut: Path, table: int, change) -> None:
 def test_numbers_that_do_not_agree_are_found_though_all_checksums_do(cut):
     def fewer_rows(table, _record):
         table["rows_hot"] -= 1
+        table["rows_written"] -= 1
 
     rewrite(cut, 0, fewer_rows)
     (message,) = verify(cut).messages
@@ -282,6 +286,140 @@ def test_a_renamed_snapshot_is_refused(cut):
         open_snapshot(other)
 
 
+# Deltas -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained_chain(tmp_path_factory) -> tuple[Path, dict]:
+    """A delta of a delta of a full cut, and its rows as a look-up gave them."""
+    return make_snapshot(tmp_path_factory.mktemp("chain"), deltas=True)
+
+
+@pytest.fixture
+def delta(trained_chain, tmp_path) -> Path:
+    shutil.copytree(trained_chain[0].parent, tmp_path / "job")
+    return tmp_path / "job" / trained_chain[0].name
+
+
+def test_a_delta_is_listed_with_its_parent_and_verified_through_the_chain(trained_chain):
+    cut = trained_chain[0]
+    (job,) = list_jobs(cut.parent)
+    steps = [6, 11, 12]
+    assert [(s.status, s.sequence) for s in job.snapshots] == [("complete", number) for number in range(3)]
+    assert [s.parent for s in job.snapshots] == [None, CutName(1, 6).folder, CutName(1, 11).folder]
+    assert job.snapshots[2].bytes < job.snapshots[0].bytes
+    findings = verify(cut)
+    assert findings.messages == []
+    (_, *parents), parts = ([cut.parent / CutName(1, step).folder for step in reversed(steps)], read_parts(cut))
+    assert [part.folder.parent for part in parts[0].chain] == [cut, *parents]
+    hot_files = [path for parent in parents for path in parent.rglob("*-hot.safetensors")]
+    assert findings.bytes_read > sum(path.stat().st_size for path in hot_files) * 0.8
+
+
+def test_damage_in_what_a_delta_builds_on_is_found_and_the_file_named(delta):
+    rng = np.random.default_rng(0)
+    needed = [delta.parent / CutName(1, step).folder for step in (6, 11)]
+    for path in [
+        path for cut in needed for path in files_of(cut) if "-frozen" not in path.name and "objects" not in str(path)
+    ]:
+        good = path.read_bytes()
+        for at in [0, len(good) - 1, *rng.integers(0, len(good), 4).tolist()]:
+            path.write_bytes(good[:at] + bytes([good[at] ^ 16]) + good[at + 1 :])
+            assert any(str(path) in message for message in verify(delta).messages), (path, at)
+        path.unlink()
+        assert any(str(path) in message for message in verify(delta).messages), path
+        (job,) = list_jobs(delta.parent)
+        assert job.snapshots[-1].status == "damaged" and str(path) in (job.snapshots[-1].what or "")
+        path.write_bytes(good)
+    assert verify(delta).messages == []
+
+
+def rows_by_id(cut: Path) -> dict[str, dict[int, bytes]]:
+    found: dict[str, dict[int, bytes]] = {}
+    for spec in SPECS:
+        with TableRows(read_parts(cut), spec.name) as rows:
+            ids = np.concatenate(list(rows.row_ids()))
+            chunks = list(rows.chunks())
+        assert np.array_equal(np.concatenate([chunk.row_ids for chunk in chunks]), ids)
+        found[spec.name] = {
+            int(i): weights.tobytes() + state.tobytes()
+            for chunk in chunks
+            for i, weights, state in zip(chunk.row_ids, chunk.weights, chunk.state, strict=True)
+        }
+        assert len(found[spec.name]) == len(ids)
+    return found
+
+
+def test_rows_of_a_delta_are_those_of_look_ups(trained_chain):
+    cut, looked_up = trained_chain
+    found = rows_by_id(cut)
+    for spec in SPECS:
+        weights, flags = looked_up[spec.name]
+        known = dict(zip(np.sort(EVERY_ID).tolist(), zip(weights, flags, strict=True), strict=True))
+        for row_id, row in found[spec.name].items():
+            values, flag = known[row_id]
+            assert flag & FOUND and values.tobytes() == row[: values.nbytes], (spec.name, row_id)
+
+
+def test_a_compacted_snapshot_is_the_same_without_what_it_was_made_of(delta):
+    before = rows_by_id(delta)
+    compacted = compact(delta)
+    made = Path(compacted.path)
+    assert made.name == CutName(2, 12).folder and find_cut(delta.parent) == made
+    assert compacted.chain == [CutName(1, step).folder for step in (12, 11, 6)]
+    assert compacted.rows_hot == verify(delta).rows_hot
+    removal = collect(delta.parent, 1, 0.0)
+    assert sorted(removal.removed) == sorted(compacted.chain)
+    assert verify(made).messages == []
+    assert rows_by_id(made) == before
+    assert read_manifest(made).parent is None
+    store = InprocStore(memory_limit_bytes=128 << 20)
+    store.create_tables(SPECS)
+    epoch = store.begin_epoch("job", 1, "sync", will_restore=True).epoch
+    store.restore(Identity("job", epoch, 0), str(made))
+    assert sum(table.rows_hot for table in store.stats().tables.values()) == compacted.rows_hot
+    store.close()
+
+
+def test_compacting_reads_much_and_holds_little(delta, monkeypatch):
+    """Also with chunks of few rows."""
+    monkeypatch.setattr(snapshot_rewrite, "_ROWS_AT_ONCE", 3)
+    before = rows_by_id(delta)
+    assert rows_by_id(Path(compact(delta).path)) == before
+
+
+def test_what_cannot_be_compacted_is_refused_and_nothing_is_left(delta):
+    folder = delta.parent
+
+    def refused(cut: Path, error: type[Exception], what: str) -> None:
+        before = names(folder.iterdir())
+        with pytest.raises(error, match=what):
+            compact(cut)
+        assert set(names(folder.iterdir())) <= {*before, "in-use.lock"}
+
+    refused(folder / CutName(1, 6).folder, InvalidInput, "full snapshot")
+    refused(folder / CutName(1, 11).folder, InvalidInput, "not the newest")
+    with in_use(folder):
+        refused(delta, InvalidInput, "is in use")
+    path = folder / CutName(1, 6).folder / part_folder(0, 1) / "table-0-hot.safetensors"
+    good = path.read_bytes()
+    path.write_bytes(good[:5000] + bytes([good[5000] ^ 1]) + good[5001:])
+    refused(delta, SegmentCorrupt, str(path))
+    path.unlink()
+    refused(delta, SegmentCorrupt, str(path))
+
+
+def test_gc_keeps_what_a_kept_snapshot_is_a_delta_of(tmp_path):
+    folder = tmp_path / "j"
+    write_chain(folder, (10, 20, 30))
+    write_chain(folder, (40, 50))
+    assert collect(folder, 1, 3600).removed == [CutName(1, step).folder for step in (10, 20, 30)]
+    assert collect(folder, 1, 3600).removed == []
+    (folder / CutName(1, 40).folder / MANIFEST).unlink()  # now the delta is damaged, and what is left of 40 is garbage
+    removal = collect(folder, 1, 3600)
+    assert removal.removed == [] and any("stays for whoever looks into it" in note for note in removal.notes)
+
+
 # gc ---------------------------------------------------------------------------------------------------------------
 
 A, B, C = (f"{i:064x}" for i in range(3))
@@ -408,7 +546,7 @@ def test_a_snapshot_that_gc_removes_is_never_whole_in_name_only(job, monkeypatch
 
     monkeypatch.setattr(snapshot_gc.remove_cut.__globals__["shutil"], "rmtree", watch)
     collect(job, 1, 0.0)
-    assert seen == [(CutName(1, 10).folder, False), (CutName(1, 20).folder, False)]
+    assert seen == [(CutName(1, 20).folder, False), (CutName(1, 10).folder, False)]  # a delta before its parent
 
 
 def test_real_snapshots_after_gc_are_sound(cut):

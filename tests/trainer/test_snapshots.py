@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 
 from embedding_server.errors import InvalidInput, SegmentCorrupt
-from embedding_server.snapshot_format import OBJECTS, segment_object
-from tests.trainer.snapshot_folders import write_part
+from embedding_server.snapshot_format import OBJECTS, read_sealed_json, segment_object, write_sealed_json
+from tests.trainer.snapshot_folders import file_of, write_part
 from trainer.job import make_job
 from trainer.resume import find_snapshot, read_snapshot
 from trainer.snapshot_gc import keep_newest
 from trainer.snapshots import (
     CutName,
     Manifest,
+    chain_of,
+    check_files,
     cuts_in,
     job_folder,
     newest_complete,
@@ -134,6 +136,81 @@ def test_keeping_removes_old_cuts_of_the_run_garbage_and_unused_segments(tmp_pat
     assert keep_newest(tmp_path, 2, "r1", 2) == []
 
 
+def write_chain(folder: Path, steps: tuple[int, ...], epoch: int = 1, **changes) -> list[Path]:
+    """A full cut and deltas on it."""
+    cuts: list[Path] = []
+    for sequence, step in enumerate(steps):
+        cut = folder / CutName(epoch, step).folder
+        write_part(cut, 0, 1, "j", step, epoch, [DIGESTS[sequence]], cuts[-1] if cuts else None)
+        parent = None
+        if cuts:
+            parent = file_of(cuts[-1] / "manifest.json") | {"step": steps[sequence - 1], "epoch": epoch}
+        shards = shard_entries(cut, 1)
+        write_manifest(cut, manifest_of(step, epoch, shards=shards, parent=parent, sequence=sequence, **changes))
+        cuts.append(cut)
+    return cuts
+
+
+def test_keeping_leaves_what_a_kept_cut_is_a_delta_of(tmp_path: Path) -> None:
+    write_chain(tmp_path, (100, 200, 300))
+    write_chain(tmp_path, (400, 500))
+    assert keep_newest(tmp_path, 3, "r1", 1) == []
+    assert keep_newest(tmp_path, 2, "r1", 1) == [CutName(1, 100), CutName(1, 200), CutName(1, 300)]
+    left = {path.name for path in (tmp_path / OBJECTS).iterdir()}
+    assert left == {segment_object(DIGESTS[i]) for i in (0, 1)}
+    assert keep_newest(tmp_path, 1, "r1", 1) == []
+
+
+def test_nothing_goes_while_it_cannot_be_told_what_a_kept_cut_needs(tmp_path: Path) -> None:
+    chain = write_chain(tmp_path, (100, 200, 300))
+    (chain[1] / "manifest.json").write_text("{}")
+    assert keep_newest(tmp_path, 1, "r1", 1) == []
+    assert all(cut.is_dir() for cut in chain)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("name", ["manifest.json", "shard-0-of-1/shard.json", "shard-0-of-1/table-0-hot.safetensors"])
+def test_a_chain_that_lacks_a_file_is_refused_and_the_file_named(tmp_path: Path, which: int, name: str) -> None:
+    job = make_job({"name": "j", "data": {"reader": "synthetic"}, "snapshots": {"uri": str(tmp_path)}})
+    chain = write_chain(job_folder(tmp_path, "j"), (100, 200, 300))
+    assert find_snapshot(job, "main") == chain[2]
+    (chain[which] / name).rename(tmp_path / "away")
+    with pytest.raises(SegmentCorrupt, match=rf"{chain[which] / name}.*move {chain[2]} away"):
+        find_snapshot(job, "main")
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"step": 300}, "earlier step than 300"),
+        ({"step": 400}, "earlier step than 300"),
+        ({"epoch": 2}, "of epoch 1"),
+        ({"crc32": 1}, "is not the one that it was"),
+    ],
+)
+def test_a_manifest_whose_parent_cannot_be_is_refused(tmp_path: Path, change, what: str) -> None:
+    """A circle among others."""
+    chain = write_chain(tmp_path, (100, 200, 300))
+    content = read_sealed_json(chain[2] / "manifest.json")
+    write_sealed_json(chain[2] / "manifest.json", content | {"parent": content["parent"] | change})
+    with pytest.raises(SegmentCorrupt, match=what):
+        check_files(chain[2])
+
+
+def test_a_chain_of_another_job_is_none(tmp_path: Path) -> None:
+    chain = write_chain(tmp_path, (100, 200))
+    for changes in ({"job": "k"}, {"arm": "topk"}, {"sequence": 2}):
+        content = read_sealed_json(chain[1] / "manifest.json")
+        write_sealed_json(chain[1] / "manifest.json", content | changes)
+        with pytest.raises(SegmentCorrupt, match="job, arm, sequence or number of shards"):
+            list(chain_of(chain[1]))
+        write_sealed_json(chain[1] / "manifest.json", content)
+    content = read_sealed_json(chain[1] / "manifest.json")
+    write_sealed_json(chain[1] / "manifest.json", content | {"parent": None, "sequence": 0})
+    with pytest.raises(SegmentCorrupt, match=r"shard\.json: is a delta of another cut than its manifest"):
+        check_files(chain[1])
+
+
 def test_what_a_later_epoch_is_writing_stays_and_so_do_its_segments(tmp_path: Path) -> None:
     write_cut(tmp_path, 100, 1)
     cut = tmp_path / "cut-000000000200-2"
@@ -193,5 +270,6 @@ def test_a_section_that_would_never_take_a_cut_is_refused(tmp_path: Path) -> Non
         "uri": str(tmp_path),
         "every_samples": None,
         "keep": 2,
+        "max_deltas": 7,
         "on_finish": True,
     }

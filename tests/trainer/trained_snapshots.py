@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from embedding_server.inproc import InprocStore
 from embedding_server.kernels.routing import dedup_route
-from embedding_server.snapshot_format import OBJECTS
+from embedding_server.snapshot_format import MANIFEST, OBJECTS
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
 from embedding_server.store import EmbeddingStore, Frostline, Identity, RoutedIds, TableGradients
+from tests.trainer.snapshot_folders import file_of
 from tests.trainer.test_snapshots import manifest_of
-from trainer.snapshots import CutName, job_folder, shard_entries, write_manifest
+from trainer.snapshots import CutName, job_folder, read_manifest, shard_entries, write_manifest
 
 JOB = "job"
 STEPS = 12
@@ -75,28 +77,42 @@ def _gradients(store: EmbeddingStore, spec: TableSpec, ids: RoutedIds, step: int
     return TableGradients(trained, values, 0.1, default)
 
 
-def make_snapshot(uri: Path, store: EmbeddingStore | None = None, low: int = -50) -> tuple[Path, dict]:
-    """(cut, weights float32[n, D] and flags uint8[n] of EVERY_ID by table as a look-up gives them at the cut)."""
+def make_snapshot(
+    uri: Path, store: EmbeddingStore | None = None, low: int = -50, *, deltas: bool = False
+) -> tuple[Path, dict]:
+    """(cut, weights float32[n, D] and flags uint8[n] of EVERY_ID by table as a look-up gives them at the cut).
+
+    deltas: it is a delta of one that is a delta of a full one.
+    """
     own = InprocStore(memory_limit_bytes=128 << 20) if store is None else store
     try:
         own.create_tables(SPECS)
         who = Identity(JOB, own.begin_epoch(JOB, 1, "sync").epoch, 0)
-        train(own, who, low=low)
-        return cut_of(own, who, uri, STEPS), look_up(own)
+        parent, first = None, 1
+        for step in (STEPS // 2, STEPS - 1) if deltas else ():
+            train(own, who, first, step, low=low)
+            parent, first = cut_of(own, who, uri, step, parent), step + 1
+        train(own, who, first, low=low)
+        return cut_of(own, who, uri, STEPS, parent), look_up(own)
     finally:
         if store is None:
             own.close()
 
 
-def cut_of(store: EmbeddingStore, who: Identity, uri: Path, step: int) -> Path:
+def cut_of(store: EmbeddingStore, who: Identity, uri: Path, step: int, parent: Path | None = None) -> Path:
     cut = job_folder(uri, JOB) / CutName(who.epoch, step).folder
     cut.mkdir(parents=True)
-    store.begin_cut(who, step, str(cut))
+    store.begin_cut(who, step, str(cut), None if parent is None else str(parent))
     while not all(part.is_done for part in store.cut_progress(who)):
         time.sleep(0.005)
     assert not any(part.error for part in store.cut_progress(who))
     shards = shard_entries(cut, store.num_shards)
-    write_manifest(cut, manifest_of(step, who.epoch, job=JOB, num_workers=1, shards=shards, reader=None))
+    lineage: dict[str, Any] = {}
+    if parent is not None:
+        before = read_manifest(parent)
+        entry = file_of(parent / MANIFEST) | {"step": before.step, "epoch": before.epoch}
+        lineage = {"parent": entry, "sequence": before.sequence + 1}
+    write_manifest(cut, manifest_of(step, who.epoch, job=JOB, num_workers=1, shards=shards, reader=None, **lineage))
     return cut
 
 
