@@ -23,7 +23,7 @@ from trainer.loop import train
 from trainer.resume import find_snapshot
 from trainer.run import build_run
 from trainer.run_log import RunLog
-from trainer.snapshots import CutName, cuts_in, job_folder, read_manifest
+from trainer.snapshots import CutName, chain_of, cuts_in, job_folder, read_manifest
 
 STEPS = 200
 
@@ -210,6 +210,38 @@ def test_a_cut_at_any_place_of_a_data_pass_is_resumed(tmp_path: Path) -> None:
         found = run(job_of(None), Dies(), folder / CutName(1, step).folder)
         assert found.steps == list(range(step + 1, STEPS + 1))
         expect_equal(found, expected)
+
+
+def test_a_run_resumed_from_a_delta_ends_as_one_that_never_stopped(tmp_path: Path) -> None:
+    """The delta's hot rows lie in three cuts; rows froze, thawed and were compacted in between."""
+    expected = run(job_of(None), InprocStore(memory_limit_bytes=256 << 20))
+    job = job_of(tmp_path, snapshots={"every_samples": 32 * 4, "keep": 1})
+    cut = killed(job, 139)
+    chain = [manifest for _, manifest in chain_of(cut)]
+    assert cut.name == CutName(1, 136).folder
+    assert len(chain) > 1 and chain[0].sequence == len(chain) - 1
+    assert [cut.step for cut in cuts_in(job_folder(tmp_path, "again"))] == [m.step for m in chain[::-1]]
+    found = run(job, Dies(), cut)
+    assert found.steps == list(range(137, STEPS + 1))
+    expect_equal(found, expected)
+
+
+def test_a_run_that_was_killed_between_a_delta_and_its_manifest_goes_on_from_the_one_before(tmp_path: Path) -> None:
+    expected = run(job_of(None), InprocStore(memory_limit_bytes=256 << 20))
+    job = job_of(tmp_path, snapshots={"every_samples": 32 * 4, "keep": 1})
+    folder = job_folder(tmp_path, "again")
+    torn = killed(job, 139)
+    assert read_manifest(torn).sequence > 0
+    (torn / "manifest.json").unlink()  # what a process that was killed there leaves
+    before = find_snapshot(job, "main")
+    assert before.name == CutName(1, 132).folder
+    found = run(job, Dies(), before)
+    assert found.steps[0] == 133
+    expect_equal(found, expected)
+    assert not torn.exists()
+    newest = find_snapshot(job, "main")
+    assert {manifest.epoch for _, manifest in chain_of(newest)} == {2}, "a new epoch begins with a full cut"
+    assert {cut.epoch for cut in cuts_in(folder)} == {2}
 
 
 def test_a_run_may_be_resumed_again_and_again(tmp_path: Path) -> None:
