@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from embedding_server.index import Index
 from embedding_server.kernels.hashing import buckets_of
 from embedding_server.snapshot_file import Column, ColumnReader, corrupt
 from embedding_server.snapshot_format import FileRecord, hot_columns, hot_file
@@ -141,37 +142,40 @@ class HotRowsFile:
         """Rows of buckets [first, last) through the chain."""
         start, stop = int(self._own.rows[first]), int(self._own.rows[last])
         row_ids, _ = self._own.row_ids(start, stop)
-        n = row_ids.shape[0] if with_weights else 0
+        n = row_ids.shape[0]
+        places = Index(1)
+        if places.insert(row_ids, np.arange(n, dtype=np.uint32))[2] < n:
+            raise corrupt(self.path, f"a row_id occurs twice in rows {start} to {stop}")
         weights, state = self.own.read("weights", 0, 0), self.own.read("state", 0, 0)
-        weights, state = (np.empty((n, of.shape[1]), of.dtype) for of in (weights, state))
-        missing = np.arange(row_ids.shape[0])
+        weights, state = (np.empty((n * with_weights, of.shape[1]), of.dtype) for of in (weights, state))
+        is_missing = np.ones(n, np.bool_)
         for each in self._files:
-            found, sources = self._find(each, row_ids, missing, first, last)
+            found, sources = self._find(each, places, row_ids, is_missing, first, last)
             if with_weights and found.shape[0]:
                 begin, end = int(each.written[first]), int(each.written[last])
                 weights[found] = each.file.read("weights", begin, end)[sources]
                 state[found] = each.file.read("state", begin, end)[sources]
-            missing = np.setdiff1d(missing, found, assume_unique=True)
-            if not missing.shape[0]:
+            is_missing[found] = False
+            if not is_missing.any():
                 break
         return self._chunk(row_ids, weights, state, start, stop)
 
     def _find(
-        self, file: _HotFile, row_ids: np.ndarray, missing: np.ndarray, first: int, last: int
+        self, file: _HotFile, places: Index, row_ids: np.ndarray, is_missing: np.ndarray, first: int, last: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Which of the rows at `missing` this file has written, as positions in row_ids, and as the how-manieth written
-        row of buckets [first, last). SegmentCorrupt if it does not know all of them."""
+        """Which of the missing rows this file has written, as positions in row_ids, and as the how-manieth written row
+        of buckets [first, last). `places` has the position of each row_id. SegmentCorrupt if it lacks one of them."""
         its_ids, is_written = file.row_ids(int(file.rows[first]), int(file.rows[last]))
-        order = np.argsort(its_ids)
-        at = np.searchsorted(its_ids, row_ids[missing], sorter=order)
-        known = at < its_ids.shape[0]
-        places = order[at[known]]
-        known[known] = its_ids[places] == row_ids[missing[known]]
-        if not known.all():
-            lost = row_ids[missing[np.argmin(known)]]
+        entries, positions, _, _ = places.locate(its_ids)
+        is_known = np.zeros(row_ids.shape[0], np.bool_)
+        is_known[positions[entries != 0]] = True
+        is_lost = is_missing & ~is_known
+        if is_lost.any():
+            lost = row_ids[np.argmax(is_lost)]
             raise corrupt(file.file.path, f"has no row_id {lost}, which {self.path} takes from it or from its parents")
-        written = is_written[places]
-        return missing[written], (np.cumsum(is_written) - 1)[places[written]]
+        at = np.flatnonzero(is_written & (entries != 0))
+        at = at[is_missing[positions[at]]]
+        return positions[at], (np.cumsum(is_written) - 1)[at]
 
 
 def open_columns(path: Path, columns: list[Column], record: FileRecord) -> ColumnReader:
