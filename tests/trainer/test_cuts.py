@@ -76,7 +76,7 @@ class PlayedCuts(InprocStore):
         write_part(Path(folder), 0, 1, who.job, step, who.epoch, [], None if parent is None else Path(parent))
 
     def cut_progress(self, who: Identity) -> list[CutProgress]:
-        return [CutProgress(self.begun[-1][0], is_done=True, bytes_written=100 if self.parents[-1] is None else 40)]
+        return [CutProgress(self.begun[-1][0], is_done=True, bytes_written=100 if self.parents[-1] is None else 30)]
 
     def abandon_cut(self, who: Identity) -> None:
         self.abandoned += 1
@@ -129,7 +129,7 @@ def test_the_last_cut_is_that_of_the_end_and_only_as_many_stay_as_asked(tmp_path
         (0, [None, None, None, None, None], [48]),
         (1, [None, 10, None, 30, None], [48]),
         (2, [None, 10, 20, None, 40], [40, 48]),
-        (9, [None, 10, 20, 30, None], [48]),  # three deltas of 40 bytes are more than a full cut of 100
+        (9, [None, 10, 20, 30, None], [48]),  # a fourth delta of 30 bytes would make them larger than a full cut of 100
     ],
 )
 def test_cuts_are_deltas_of_the_one_before_and_what_they_build_on_stays(
