@@ -30,6 +30,7 @@ from embedding_server import cold_path
 from embedding_server.advance import Advances
 from embedding_server.cut import Cut, CutRequest, Parents, check_parent
 from embedding_server.data_folder import DataFolder
+from embedding_server.erasure import Erasures, check_num_ids
 from embedding_server.errors import InvalidInput, NotReady
 from embedding_server.gradients import ShardGradients
 from embedding_server.heap import release_free_heap
@@ -47,6 +48,7 @@ from embedding_server.store import (
     NUM_BUCKETS,
     CutProgress,
     EpochInfo,
+    Erased,
     Frostline,
     HeatHistogram,
     Identity,
@@ -61,6 +63,7 @@ from embedding_server.store import (
     WireDtype,
 )
 from embedding_server.table import Table
+from embedding_server.table_drop import TableDrop
 from embedding_server.table_threads import TableThreads
 
 __all__ = ["Shard", "ShardGradients"]
@@ -110,6 +113,8 @@ class Shard:
         self._checks = RequestChecks(self._tables, self.buckets)
         self._pushes = Pushes(self._tables, self._rows, self._checks, self._events.append)
         self._advances = Advances(self._tables)
+        self._erasures = Erasures(self.buckets)
+        self._drops: dict[str, TableDrop] = {}  # tables that are gone, whose memory and files are not yet
         self._cut: Cut | None = None  # the last one that began
         self._cuts: dict[str, Cut] = {}  # the last one of each job
         self._parents: dict[str, Parents] = {}  # what a delta may build on, by job, of its running epoch
@@ -126,8 +131,35 @@ class Shard:
     def create_tables(self, specs: Sequence[TableSpec]) -> None:
         """All or none: what is wrong with a spec is found before anything is created."""
         for spec in self._checks.new_specs(specs):
+            if spec.name in self._drops:
+                self._drops.pop(spec.name).finish()
             table = self._tables[spec.name] = self._new_table(spec)
             self._rows.add(table)
+
+    def drop_tables(self, who: Identity, step: int, names: Sequence[str]) -> bool:
+        """One slice of deleting tables with their rows and files. True: they are gone. Else call again."""
+        self._check_barrier(who, step)
+        for name in names:
+            if name not in self._drops or self._drops[name].job != who.job:
+                self._checks.table(name)
+                self._checks.owner(who.job, name)
+        if not self._is_free_of_cuts():
+            return False
+        self._advances.abandon(who.job)
+        self._erasures.end(who.job)
+        for name in set(names) - self._drops.keys():
+            self._drops[name] = TableDrop(self._tables.pop(name), who.job)
+            self._rows.remove(name)
+        self._drop_slice()
+        return not any(name in self._drops for name in names)
+
+    def _drop_slice(self) -> bool:
+        """Of tables that go. True: call again."""
+        more = any(drop.slice() for drop in self._drops.values())
+        for name in [name for name, drop in self._drops.items() if drop.is_over]:
+            del self._drops[name]
+            release_free_heap()
+        return more
 
     def _new_table(self, spec: TableSpec) -> Table:
         return Table(
@@ -167,6 +199,7 @@ class Shard:
         """
         info = self._jobs.begin_epoch(job, num_workers, mode, epoch, will_restore)
         self._advances.abandon(job)
+        self._erasures.end(job)
         if job in self._cuts:
             self._cuts[job].abandon()
         self._parents.pop(job, None)
@@ -248,6 +281,12 @@ class Shard:
         check_wire_dtype(wire_dtype)
         return self._pushes.push(job, who.worker, step, gradients, wire_dtype, part, num_parts)
 
+    # Meetings -------------------------------------------------------------------------------------------------------
+
+    def meet(self, who: Identity, step: int, number: int, topic: str, words: str) -> Future[list[str]]:
+        """Waits for the other workers (meetings.py)."""
+        return self._jobs.job_of(who).meetings.come(who.worker, step, number, topic, words)
+
     # Advance ----------------------------------------------------------------------------------------------------------
 
     def heat_slice(self, who: Identity, step: int, first_bucket: int) -> tuple[dict[str, HeatHistogram], int]:
@@ -278,6 +317,25 @@ class Shard:
         if not self._is_free_of_cuts():
             return {}, False
         return self._advances.end_data_pass(who.job, step)
+
+    def delete_rows(
+        self, who: Identity, step: int, ids: Mapping[str, np.ndarray], *, is_last: bool
+    ) -> tuple[dict[str, Erased], bool]:
+        """Deletes a chunk of row_ids for good (erasure.py), of whichever buckets, at most erasure.MAX_IDS_PER_CALL.
+
+        (what was there of them in the shard's buckets, done); not done: a cut is finished first, call again. Their
+        bytes leave the segments after the chunk that is_last. A repeat finds them unknown.
+        """
+        self._check_barrier(who, step)
+        check_num_ids(ids)
+        for name, row_ids in ids.items():
+            self._checks.row_ids(name, row_ids)
+            self._checks.owner(who.job, name)
+        if not self._is_free_of_cuts():
+            return {}, False
+        self._advances.abandon(who.job)
+        tables = {name: (self._tables[name], row_ids) for name, row_ids in ids.items()}
+        return self._erasures.erase(who.job, tables, is_last=is_last), True
 
     def _check_barrier(self, who: Identity, step: int) -> None:
         self._jobs.job_of(who).steps.check_barrier(step)
@@ -390,7 +448,7 @@ class Shard:
         """The writer has work of this shard: maintain has more to do once it is done."""
         if self._cut is not None and self._cut.is_waiting:
             return True
-        return any(table.segments.is_being_written for table in self._tables.values())
+        return bool(self._drops) or any(table.segments.is_being_written for table in self._tables.values())
 
     def stats(self) -> StoreStats:
         """Of settled tables, so that figures do not depend on how far the background work is."""
@@ -415,7 +473,7 @@ class Shard:
         waiting."""
         if self._cut is not None and self._cut.slice():
             return True
-        if any(table.maintain() for table in self._tables.values()):
+        if self._drop_slice() or any(table.maintain() for table in self._tables.values()):
             return True
         moves = sum(table.moves_frozen + table.moves_thawed + table.moves_forgotten for table in self._tables.values())
         if moves - self._moves_at_release > _MOVES_BETWEEN_RELEASES:
@@ -430,6 +488,8 @@ class Shard:
             restore.abandon()
         for table in self._tables.values():
             table.close()
+        for drop in self._drops.values():
+            drop.finish()
         self._tables.clear()
         self._threads.close()
         self._folder.close()

@@ -189,6 +189,24 @@ class Moves:
 
 
 @dataclass(frozen=True, slots=True)
+class Erased:
+    """What delete_rows found and removed of one table."""
+
+    hot: int = 0
+    frozen: int = 0
+    waiting: int = 0  # IDs below min_count
+    unknown: int = 0  # that were not there: no error
+
+    def __add__(self, other: Erased) -> Erased:
+        return Erased(
+            self.hot + other.hot,
+            self.frozen + other.frozen,
+            self.waiting + other.waiting,
+            self.unknown + other.unknown,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class TableStats:
     """State of one table, summed over shards. Bytes are committed memory or file bytes, dead rows included."""
 
@@ -212,6 +230,8 @@ class TableStats:
     moves_thawed_visit: int = 0
     moves_thawed_rank: int = 0  # above the frostline
     moves_forgotten: int = 0  # rows that lost their index entry: rare and idle, or rare at the end of a data pass
+    rows_erased: int = 0  # rows, and IDs below min_count, that delete_rows removed since start
+    erasure_pending: int = 0  # bytes of segments that may still hold some of them; 0: every byte is gone
 
     @property
     def bytes_total(self) -> int:
@@ -354,6 +374,24 @@ class EmbeddingStore(ABC):
         """
 
     @abstractmethod
+    def drop_tables(self, who: Identity, step: int, names: Sequence[str]) -> None:
+        """Advance: deletes tables with their rows and files, on every shard.
+
+        UnknownTable if there is none of a name, InvalidInput if it is trained by another job; nothing is dropped then.
+        Needs step applied and no Pull of step+1 (NotReady otherwise); one worker calls while the others wait. Snapshots
+        keep what they have.
+        """
+
+    @abstractmethod
+    def meet(self, who: Identity, step: int, number: int, topic: str, words: str = "") -> list[str]:
+        """Waits until every worker of the job has come with the same topic; what each said, in order of workers.
+
+        Between the caller's Push of step and its Pull of step+1; number counts its meetings of that step, from 0.
+        InvalidInput for all if topics differ, NotReady if another worker has gone on to the next step, StoreUnavailable
+        if one does not come in time.
+        """
+
+    @abstractmethod
     def heat_histograms(self, who: Identity, step: int) -> dict[str, HeatHistogram]:
         """Advance, first half: the heat of every table of policy `topk`, summed over shards. Changes nothing."""
 
@@ -372,6 +410,18 @@ class EmbeddingStore(ABC):
         Those are rows, hot or frozen, with fewer than forget_below visits, outside the control buckets; never under
         policy `off`. Needs step applied and no Pull of step+1 (NotReady otherwise). Other tables have no entry in the
         answer.
+        """
+
+    @abstractmethod
+    def delete_rows(self, who: Identity, step: int, ids: Mapping[str, np.ndarray]) -> dict[str, Erased]:
+        """Advance: deletes row_ids of tables for good, int64[n] each, in any order; what was there of them, by table.
+
+        From hot rows, IDs below min_count and frozen rows at once. Bytes in segment files go in the background:
+        TableStats.erasure_pending says how many may still hold some. Cuts that begin afterwards hold none; one that is
+        being written is finished first, and has them, as earlier snapshots do (`frostline ckpt gc --erase`): who
+        restores one of these must delete again. Unknown row_ids are counted, and may be given twice. One that is
+        visited again is a new row. Needs step applied and no Pull of step+1 (NotReady otherwise); one worker calls
+        while the others wait.
         """
 
     @abstractmethod
