@@ -114,7 +114,8 @@ class Shard:
         self._pushes = Pushes(self._tables, self._rows, self._checks, self._events.append)
         self._advances = Advances(self._tables)
         self._erasures = Erasures(self.buckets)
-        self._drops: dict[str, TableDrop] = {}  # tables that are gone, whose memory and files are not yet
+        #: by job and names: tables that are gone, whose memory and files are not, or that nobody has asked about since
+        self._drops: dict[tuple[str, frozenset[str]], TableDrop] = {}
         self._cut: Cut | None = None  # the last one that began
         self._cuts: dict[str, Cut] = {}  # the last one of each job
         self._parents: dict[str, Parents] = {}  # what a delta may build on, by job, of its running epoch
@@ -131,35 +132,36 @@ class Shard:
     def create_tables(self, specs: Sequence[TableSpec]) -> None:
         """All or none: what is wrong with a spec is found before anything is created."""
         for spec in self._checks.new_specs(specs):
-            if spec.name in self._drops:
-                self._drops.pop(spec.name).finish()
+            self._finish_drops(spec.name)
             table = self._tables[spec.name] = self._new_table(spec)
             self._rows.add(table)
 
     def drop_tables(self, who: Identity, step: int, names: Sequence[str]) -> bool:
         """One slice of deleting tables with their rows and files. True: they are gone. Else call again."""
         self._check_barrier(who, step)
-        for name in names:
-            if name not in self._drops or self._drops[name].job != who.job:
+        key = (who.job, frozenset(names))
+        if key not in self._drops:
+            for name in names:
                 self._checks.table(name)
                 self._checks.owner(who.job, name)
-        if not self._is_free_of_cuts():
+            if not self._is_free_of_cuts():
+                return False
+            self._advances.abandon(who.job)
+            self._erasures.end(who.job)
+            self._drops[key] = TableDrop([self._tables.pop(name) for name in key[1]])
+            for name in key[1]:
+                self._rows.remove(name)
+        self._drops[key].slice()
+        if not self._drops[key].is_over:
             return False
-        self._advances.abandon(who.job)
-        self._erasures.end(who.job)
-        for name in set(names) - self._drops.keys():
-            self._drops[name] = TableDrop(self._tables.pop(name), who.job)
-            self._rows.remove(name)
-        self._drop_slice()
-        return not any(name in self._drops for name in names)
+        del self._drops[key]
+        release_free_heap()
+        return True
 
-    def _drop_slice(self) -> bool:
-        """Of tables that go. True: call again."""
-        more = any(drop.slice() for drop in self._drops.values())
-        for name in [name for name, drop in self._drops.items() if drop.is_over]:
-            del self._drops[name]
-            release_free_heap()
-        return more
+    def _finish_drops(self, name: str) -> None:
+        """Whatever goes of a table of this name goes now: another one takes its place."""
+        for key in [key for key in self._drops if name in key[1]]:
+            self._drops.pop(key).finish()
 
     def _new_table(self, spec: TableSpec) -> Table:
         return Table(
@@ -448,7 +450,8 @@ class Shard:
         """The writer has work of this shard: maintain has more to do once it is done."""
         if self._cut is not None and self._cut.is_waiting:
             return True
-        return bool(self._drops) or any(table.segments.is_being_written for table in self._tables.values())
+        drops = any(not drop.is_over for drop in self._drops.values())
+        return drops or any(table.segments.is_being_written for table in self._tables.values())
 
     def stats(self) -> StoreStats:
         """Of settled tables, so that figures do not depend on how far the background work is."""
@@ -473,7 +476,9 @@ class Shard:
         waiting."""
         if self._cut is not None and self._cut.slice():
             return True
-        if self._drop_slice() or any(table.maintain() for table in self._tables.values()):
+        if any(drop.slice() for drop in self._drops.values()) or any(
+            table.maintain() for table in self._tables.values()
+        ):
             return True
         moves = sum(table.moves_frozen + table.moves_thawed + table.moves_forgotten for table in self._tables.values())
         if moves - self._moves_at_release > _MOVES_BETWEEN_RELEASES:

@@ -231,7 +231,7 @@ class TableStats:
     moves_thawed_rank: int = 0  # above the frostline
     moves_forgotten: int = 0  # rows that lost their index entry: rare and idle, or rare at the end of a data pass
     rows_erased: int = 0  # rows, and IDs below min_count, that delete_rows removed since start
-    erasure_pending: int = 0  # bytes of segments that may still hold some of them; 0: every byte is gone
+    bytes_erasure_pending: int = 0  # bytes of segments that may still hold some of them; 0: every byte is gone
 
     @property
     def bytes_total(self) -> int:
@@ -417,9 +417,9 @@ class EmbeddingStore(ABC):
         """Advance: deletes row_ids of tables for good, int64[n] each, in any order; what was there of them, by table.
 
         From hot rows, IDs below min_count and frozen rows at once. Bytes in segment files go in the background:
-        TableStats.erasure_pending says how many may still hold some. Cuts that begin afterwards hold none; one that is
-        being written is finished first, and has them, as earlier snapshots do (`frostline ckpt gc --erase`): who
-        restores one of these must delete again. Unknown row_ids are counted, and may be given twice. One that is
+        TableStats.bytes_erasure_pending says how many may still hold some. Cuts that begin afterwards hold none; one
+        that is being written is finished first, and has them, as earlier snapshots do (`frostline ckpt gc --erase`):
+        who restores one of these must delete again. Unknown row_ids are counted, and may be given twice. One that is
         visited again is a new row. Needs step applied and no Pull of step+1 (NotReady otherwise); one worker calls
         while the others wait.
         """

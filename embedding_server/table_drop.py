@@ -1,11 +1,11 @@
-"""A table goes: its memory, its files, in slices. Who drops it has taken it out of the shard before.
+"""Tables go: their memory, their files, in slices. Who drops them has taken them out of the shard before.
 
 Giving gigabytes back to the kernel takes tenths of a second, deleting a file of 256 MiB tens of milliseconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,10 +17,9 @@ _BYTES_AT_ONCE = 256 << 20
 class TableDrop:
     """slice() until is_over. Thread safety: none; the thread that owns the shard calls."""
 
-    def __init__(self, table: Table, job: str) -> None:
-        self.job = job
+    def __init__(self, tables: Sequence[Table]) -> None:
         self.is_over = False
-        self._table = table
+        self._tables = list(tables)
         self._work = self._run()
 
     def slice(self) -> bool:
@@ -32,12 +31,17 @@ class TableDrop:
     def finish(self) -> None:
         """Whatever is left, at once."""
         while not self.is_over:
-            if not self.slice():
-                self._table.segments.wait_for_write()
+            if not self.slice() and self._tables:
+                self._tables[-1].segments.wait_for_write()
 
     def _run(self) -> Iterator[bool]:
         """Each step is a slice, False if it only waits."""
-        table = self._table
+        while self._tables:
+            yield from self._drop(self._tables[-1])
+            self._tables.pop()
+
+    @staticmethod
+    def _drop(table: Table) -> Iterator[bool]:
         slot, rows = table.slots.high_water, max(1, _BYTES_AT_ONCE // table.hot_row_bytes)
         while slot:
             slot = max(0, slot - rows)

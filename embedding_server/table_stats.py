@@ -50,7 +50,7 @@ def stats_of(table: Table) -> TableStats:
         moves_thawed_rank=table.moves_thawed_rank,
         moves_forgotten=table.moves_forgotten,
         rows_erased=table.rows_erased,
-        erasure_pending=table.segments.bytes_erasing,
+        bytes_erasure_pending=table.segments.bytes_erasing,
     )
 
 

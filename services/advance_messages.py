@@ -94,7 +94,8 @@ def ids_to_delete(message: pb.DeleteRows) -> dict[str, np.ndarray]:
             f"DeleteRows: {len(message.row_ids)} bytes of row_ids for {total} rows of tables {names[:10]}; send 8 bytes"
             " a row, and each table once"
         )
-    return dict(zip(names, np.split(row_ids.astype(np.int64), ends[:-1]), strict=True))
+    parts = np.split(row_ids.astype(np.int64), ends)[:-1]  # the last is what is behind all tables: nothing
+    return dict(zip(names, parts, strict=True))
 
 
 def erased_message(table: str, erased: Erased) -> pb.ErasedRows:

@@ -74,7 +74,7 @@ class Trained(CutShards):
         for shard in self.shards:
             while shard.maintain() or shard.is_being_written:
                 pass
-            assert shard.stats().tables["t"].erasure_pending == 0
+            assert shard.stats().tables["t"].bytes_erasure_pending == 0
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_hot_rows(trained: Callable[..., Trained], tmp_path: Path) -> None:
     assert_gone(shards, gone, left, tmp_path)
     assert shards.delete(gone) == Erased(unknown=gone.shape[0])
     stats = shards.shards[0].stats().tables["t"]
-    assert (stats.rows_hot, stats.rows_erased, stats.erasure_pending) == (left.shape[0], gone.shape[0], 0)
+    assert (stats.rows_hot, stats.rows_erased, stats.bytes_erasure_pending) == (left.shape[0], gone.shape[0], 0)
 
 
 def test_small_segments_in_memory_and_their_files_in_a_later_cut(
@@ -174,7 +174,7 @@ def test_files(trained: Callable[..., Trained], tmp_path: Path) -> None:
     gone, left = every[::1009], np.setdiff1d(every, every[::1009])
     assert len(traces(gone, tmp_path)) == gone.shape[0]
     assert shards.delete(gone) == Erased(frozen=gone.shape[0], unknown=0)
-    pending = sum(table.stats().erasure_pending for table in shards.tables())
+    pending = sum(table.stats().bytes_erasure_pending for table in shards.tables())
     assert pending == sum(table.segments.rows_total * 42 for table in shards.tables())
     shards.work()
     assert_gone(shards, gone, left, tmp_path)
@@ -312,7 +312,7 @@ def test_a_damaged_file_is_not_written_again_and_no_cut_links_it(
     while shards.shards[0].maintain():
         pass
     stats = shards.shards[0].stats()
-    assert stats.tables["t"].erasure_pending > 0
+    assert stats.tables["t"].bytes_erasure_pending > 0
     assert any("erased stay in it" in event for event in stats.events)
     shards.begin_cut(tmp_path / "cuts")
     while shards.shards[0].is_cutting:
@@ -337,7 +337,7 @@ def test_a_full_disk_is_tried_again(
         patched.setattr(segment_file, "write_bytes", full)
         while shards.shards[0].maintain():
             pass
-        assert table.stats().erasure_pending > 0
+        assert table.stats().bytes_erasure_pending > 0
         assert any("without the rows that were erased" in event for event in shards.shards[0].stats().events)
     now[0] = 10.0
     shards.work()

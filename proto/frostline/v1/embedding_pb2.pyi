@@ -486,7 +486,7 @@ class GetMaskInfoRequest(_message.Message):
     def __init__(self, with_heat: _Optional[bool] = ..., first_bucket: _Optional[int] = ...) -> None: ...
 
 class TableMaskInfo(_message.Message):
-    __slots__ = ("table", "rows_hot", "rows_frozen", "rows_probation", "rows_unfreezable", "rows_default_reads", "rows_ignored", "bytes_hot", "bytes_state", "bytes_frozen", "bytes_index", "bytes_heat", "moves_frozen", "moves_thawed", "bytes_peak", "moves_frozen_idle", "moves_frozen_rank", "moves_frozen_limit", "moves_thawed_visit", "moves_thawed_rank", "moves_forgotten", "heat_counts_hot", "heat_counts_frozen", "frostline", "rows_ranked", "rows_ranked_before", "rows_erased", "erasure_pending")
+    __slots__ = ("table", "rows_hot", "rows_frozen", "rows_probation", "rows_unfreezable", "rows_default_reads", "rows_ignored", "bytes_hot", "bytes_state", "bytes_frozen", "bytes_index", "bytes_heat", "moves_frozen", "moves_thawed", "bytes_peak", "moves_frozen_idle", "moves_frozen_rank", "moves_frozen_limit", "moves_thawed_visit", "moves_thawed_rank", "moves_forgotten", "heat_counts_hot", "heat_counts_frozen", "frostline", "rows_ranked", "rows_ranked_before", "rows_erased", "bytes_erasure_pending")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     ROWS_HOT_FIELD_NUMBER: _ClassVar[int]
     ROWS_FROZEN_FIELD_NUMBER: _ClassVar[int]
@@ -514,7 +514,7 @@ class TableMaskInfo(_message.Message):
     ROWS_RANKED_FIELD_NUMBER: _ClassVar[int]
     ROWS_RANKED_BEFORE_FIELD_NUMBER: _ClassVar[int]
     ROWS_ERASED_FIELD_NUMBER: _ClassVar[int]
-    ERASURE_PENDING_FIELD_NUMBER: _ClassVar[int]
+    BYTES_ERASURE_PENDING_FIELD_NUMBER: _ClassVar[int]
     table: str
     rows_hot: int
     rows_frozen: int
@@ -542,8 +542,8 @@ class TableMaskInfo(_message.Message):
     rows_ranked: int
     rows_ranked_before: int
     rows_erased: int
-    erasure_pending: int
-    def __init__(self, table: _Optional[str] = ..., rows_hot: _Optional[int] = ..., rows_frozen: _Optional[int] = ..., rows_probation: _Optional[int] = ..., rows_unfreezable: _Optional[int] = ..., rows_default_reads: _Optional[int] = ..., rows_ignored: _Optional[int] = ..., bytes_hot: _Optional[int] = ..., bytes_state: _Optional[int] = ..., bytes_frozen: _Optional[int] = ..., bytes_index: _Optional[int] = ..., bytes_heat: _Optional[int] = ..., moves_frozen: _Optional[int] = ..., moves_thawed: _Optional[int] = ..., bytes_peak: _Optional[int] = ..., moves_frozen_idle: _Optional[int] = ..., moves_frozen_rank: _Optional[int] = ..., moves_frozen_limit: _Optional[int] = ..., moves_thawed_visit: _Optional[int] = ..., moves_thawed_rank: _Optional[int] = ..., moves_forgotten: _Optional[int] = ..., heat_counts_hot: _Optional[bytes] = ..., heat_counts_frozen: _Optional[bytes] = ..., frostline: _Optional[_Union[Frostline, _Mapping]] = ..., rows_ranked: _Optional[int] = ..., rows_ranked_before: _Optional[int] = ..., rows_erased: _Optional[int] = ..., erasure_pending: _Optional[int] = ...) -> None: ...
+    bytes_erasure_pending: int
+    def __init__(self, table: _Optional[str] = ..., rows_hot: _Optional[int] = ..., rows_frozen: _Optional[int] = ..., rows_probation: _Optional[int] = ..., rows_unfreezable: _Optional[int] = ..., rows_default_reads: _Optional[int] = ..., rows_ignored: _Optional[int] = ..., bytes_hot: _Optional[int] = ..., bytes_state: _Optional[int] = ..., bytes_frozen: _Optional[int] = ..., bytes_index: _Optional[int] = ..., bytes_heat: _Optional[int] = ..., moves_frozen: _Optional[int] = ..., moves_thawed: _Optional[int] = ..., bytes_peak: _Optional[int] = ..., moves_frozen_idle: _Optional[int] = ..., moves_frozen_rank: _Optional[int] = ..., moves_frozen_limit: _Optional[int] = ..., moves_thawed_visit: _Optional[int] = ..., moves_thawed_rank: _Optional[int] = ..., moves_forgotten: _Optional[int] = ..., heat_counts_hot: _Optional[bytes] = ..., heat_counts_frozen: _Optional[bytes] = ..., frostline: _Optional[_Union[Frostline, _Mapping]] = ..., rows_ranked: _Optional[int] = ..., rows_ranked_before: _Optional[int] = ..., rows_erased: _Optional[int] = ..., bytes_erasure_pending: _Optional[int] = ...) -> None: ...
 
 class GetMaskInfoResponse(_message.Message):
     __slots__ = ("tables", "events", "next_bucket")
