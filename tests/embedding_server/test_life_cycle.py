@@ -176,8 +176,8 @@ class Life:
             while shard.maintain():
                 pass
         for name, table in self.tables.items():
+            self._check_traces(name, table)  # before stats(), which unites small segments without any dead row
             self._check_rows(name, table)
-            self._check_traces(name, table)
 
     def _check_rows(self, name: str, table: ModelTable) -> None:
         hot_and_frozen = 0
