@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -219,9 +219,9 @@ class InprocStore(EmbeddingStore):
         with self._lock:
             self._shard.abandon_cut(who)
 
-    def restore(self, who: Identity, folder: str) -> None:
+    def restore(self, who: Identity, folder: str, anew: Collection[str] = ()) -> None:
         with self._lock:
-            while not self._shard.restore(who, Path(folder).absolute()):
+            while not self._shard.restore(who, Path(folder).absolute(), anew):
                 pass
 
     def _maintain(self) -> None:

@@ -14,7 +14,7 @@ Every block is compared with its CRC-32 before it gets a new one: damage stays d
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, wait
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -282,9 +282,7 @@ class SegmentErasure:
         if self._rewrite is None:
             return
         done, self._rewrite = self._rewrite.done, None
-        if not done.cancel():
-            wait([done])
-            if done.exception() is None:
-                new = done.result()
-                if new is not None:
-                    new.close()
+        if not done.cancel() and done.exception() is None:
+            new = done.result()
+            if new is not None:
+                new.close()

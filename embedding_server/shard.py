@@ -18,7 +18,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
 from pathlib import Path
@@ -397,17 +397,18 @@ class Shard:
         """A cut is being written: maintain has work of it, unless it waits for the writer."""
         return self._cut is not None and self._cut.is_under_way
 
-    def restore(self, who: Identity, folder: Path) -> bool:
+    def restore(self, who: Identity, folder: Path, anew: Collection[str] = ()) -> bool:
         """One slice of filling the job's tables from the cut in `folder` (restore.py). True: the job is at the cut's
-        step. Call again with the same arguments until then."""
+        step. Call again with the same arguments until then. anew: tables that begin empty if the cut has none of their
+        name."""
         job = self._jobs.job_to_restore(who)
         restore = self._restores.get(who.job)
-        if restore is not None and restore.folder != folder:
+        if restore is not None and (restore.folder, restore.anew) != (folder, frozenset(anew)):
             restore.abandon()
             restore = None
         if restore is None:
             self._advances.abandon(who.job)
-            restore = Restore(folder, job, self._tables, self.buckets, self._renew, self._events.append)
+            restore = Restore(folder, job, self._tables, self.buckets, self._renew, self._events.append, anew)
             self._restores[who.job] = restore
         done = True
         try:

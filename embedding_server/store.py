@@ -15,7 +15,7 @@ Steps count from 1. What is not an error: an unknown row_id (it is a new row), a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -451,8 +451,11 @@ class EmbeddingStore(ABC):
         """
 
     @abstractmethod
-    def restore(self, who: Identity, folder: str) -> None:
+    def restore(self, who: Identity, folder: str, anew: Collection[str] = ()) -> None:
         """Replaces the rows of all tables by those of the cut in `folder`; the job goes on after the cut's step.
+
+        A table that the cut has must exist; one that the job has trained and the cut lacks, because it was added later,
+        must be named in `anew`, and begins empty: InvalidInput lists all that differ.
 
         After create_tables and begin_epoch(will_restore=True), once; on any number of shards. InvalidInput if a table,
         its dim or a file is not what it must be, SegmentCorrupt if a file is damaged; nothing can be pulled then. Begin

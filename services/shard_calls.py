@@ -210,7 +210,7 @@ def abandon_cut(shard: Shard, answers: LastAnswers, request: pb.AbandonCutReques
 def restore(shard: Shard, answers: LastAnswers, paths: SnapshotPaths, request: pb.RestoreRequest) -> pb.RestoreResponse:
     def work() -> pb.RestoreResponse:
         return pb.RestoreResponse(
-            done=shard.restore(identity_of(request.caller), paths.checked("Restore", request.folder))
+            done=shard.restore(identity_of(request.caller), paths.checked("Restore", request.folder), request.anew)
         )
 
     return _next_slice(answers, request, work)

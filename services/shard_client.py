@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -353,8 +353,8 @@ class RemoteStore(EmbeddingStore):
     def abandon_cut(self, who: Identity) -> None:
         shard_cuts.abandon_cut(self._channels, who)
 
-    def restore(self, who: Identity, folder: str) -> None:
-        shard_cuts.restore(self._channels, who, folder)
+    def restore(self, who: Identity, folder: str, anew: Collection[str] = ()) -> None:
+        shard_cuts.restore(self._channels, who, folder, anew)
 
     # --- statistics ---
 

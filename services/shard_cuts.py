@@ -5,6 +5,8 @@ Thread safety: any thread; nothing is kept here.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from embedding_server.errors import FencedEpoch, FrostlineError, StoreUnavailable
 from embedding_server.store import CutProgress, Identity
 from frostline.v1 import embedding_pb2 as pb
@@ -52,8 +54,8 @@ def _abandon(channels: Channels, who: Identity) -> list[bytes | FrostlineError]:
     return call_every("EmbeddingShard/AbandonCut", [(channel, request) for channel in channels])
 
 
-def restore(channels: Channels, who: Identity, folder: str) -> None:
+def restore(channels: Channels, who: Identity, folder: str, anew: Collection[str]) -> None:
     def request(channel: ShardChannel, number: int) -> pb.RestoreRequest:
-        return pb.RestoreRequest(caller=caller_message(who), folder=folder, slice=number)
+        return pb.RestoreRequest(caller=caller_message(who), folder=folder, slice=number, anew=sorted(anew))
 
     in_slices("EmbeddingShard/Restore", channels, request, pb.RestoreResponse)

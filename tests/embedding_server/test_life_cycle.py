@@ -141,12 +141,13 @@ class Life:
         self.shards.specs = {name: spec_of(name) for name in self.tables}
 
     def begin_cut(self, seed: int) -> None:
-        """Which goes on while other things happen, or is finished by them."""
+        """Which goes on while other things happen, or is finished by them; of an odd seed a delta of the last one."""
         folder = self._root / "job" / f"cut-{self.shards.step:012d}-{self.shards.epoch}"
         if self._cut is not None and self._cut[0] == folder:
             return
         self.finish_cut()
-        self.shards.begin_cut(self._root / "job")
+        is_delta = seed % 2 and self._cut is not None and self._cut[0].name.endswith(f"-{self.shards.epoch}")
+        self.shards.begin_cut(self._root / "job", self._cut[0] if is_delta else None)
         self._cut = folder, copy.deepcopy(self.tables)
 
     def finish_cut(self) -> None:
@@ -158,7 +159,8 @@ class Life:
             return
         self.finish_cut()
         folder, tables = self._cut
-        self.tables = copy.deepcopy(tables)
+        added = {} if seed % 2 else {name: ModelTable() for name in self.tables.keys() - tables.keys()}
+        self.tables = copy.deepcopy(tables) | added  # those that were added since begin anew, if they are there at all
         self.shards.__exit__()
         self.shards = self._new_shards(1 + seed % 3, will_restore=True)
         self.shards.restore(folder)

@@ -462,14 +462,16 @@ class AbandonCutResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class RestoreRequest(_message.Message):
-    __slots__ = ("caller", "folder", "slice")
+    __slots__ = ("caller", "folder", "slice", "anew")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
+    ANEW_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     folder: str
     slice: int
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., folder: _Optional[str] = ..., slice: _Optional[int] = ...) -> None: ...
+    anew: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., folder: _Optional[str] = ..., slice: _Optional[int] = ..., anew: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RestoreResponse(_message.Message):
     __slots__ = ("done",)
