@@ -132,7 +132,8 @@ class Shard:
     def create_tables(self, specs: Sequence[TableSpec]) -> None:
         """All or none: what is wrong with a spec is found before anything is created."""
         for spec in self._checks.new_specs(specs):
-            self._finish_drops(spec.name)
+            for key in [key for key in self._drops if spec.name in key[1]]:
+                self._drops.pop(key).finish()  # before another one takes its place
             table = self._tables[spec.name] = self._new_table(spec)
             self._rows.add(table)
 
@@ -157,11 +158,6 @@ class Shard:
         del self._drops[key]
         release_free_heap()
         return True
-
-    def _finish_drops(self, name: str) -> None:
-        """Whatever goes of a table of this name goes now: another one takes its place."""
-        for key in [key for key in self._drops if name in key[1]]:
-            self._drops.pop(key).finish()
 
     def _new_table(self, spec: TableSpec) -> Table:
         return Table(

@@ -40,7 +40,7 @@ def _row_ids(path: Path) -> Iterator[np.ndarray]:
 
 def _from_numpy(path: Path) -> Iterator[np.ndarray]:
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.lib.format.open_memmap(path, mode="r")  # it takes no array of Python objects
     except (ValueError, EOFError) as error:
         raise InvalidInput(f"{path}: is no NumPy file of numbers ({error}); save an int64 array") from None
     if array.ndim != 1 or array.dtype != np.int64:
