@@ -32,8 +32,8 @@ from embedding_server.store import NUM_BUCKETS, Erased
 if TYPE_CHECKING:
     from embedding_server.table import Table
 
-#: of all tables of a call: some 10 ms
-MAX_IDS_PER_CALL = 8192
+#: of all tables of a call: some 15 ms on a busy machine, most of it for indices that shrink and grow
+MAX_IDS_PER_CALL = 4096
 
 
 class Erasures:

@@ -352,7 +352,7 @@ def test_what_is_refused(trained: Callable[..., Trained]) -> None:
         shard.delete_rows(shards.who, 1, {"none": ids_of(1)}, is_last=True)
     with pytest.raises(InvalidInput, match="must be int64"):
         shard.delete_rows(shards.who, 1, {"t": np.zeros(3, np.int32)}, is_last=True)
-    with pytest.raises(InvalidInput, match="at most 8192 at a time"):
+    with pytest.raises(InvalidInput, match="at most 4096 at a time"):
         shard.delete_rows(shards.who, 1, {"t": ids_of(MAX_IDS_PER_CALL + 1)}, is_last=True)
     with pytest.raises(NotReady, match="Advance at step 2"):
         shard.delete_rows(shards.who, 2, {"t": ids_of(1)}, is_last=True)
