@@ -93,6 +93,14 @@ class VisitCounts:
         if self._admitted > len(self._index) * _PURGE_ABOVE:
             self._purge()
 
+    def erase(self, row_ids: np.ndarray) -> int:
+        """Drops every trace of these IDs, distinct; returns how many were waiting."""
+        entries, counts, _, _ = self._index.locate(row_ids)
+        waiting = int(np.count_nonzero(counts))
+        self._admitted -= int(np.count_nonzero(entries)) - waiting
+        self._index.take_out(row_ids)
+        return waiting
+
     def _purge(self) -> None:
         entries = self._index.scan(0, NUM_WAITING_BUCKETS)
         waiting = entries.locations != 0

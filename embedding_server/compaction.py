@@ -33,6 +33,14 @@ def begin(table: Table) -> None:
         finish(table)
 
 
+def begin_anyway(table: Table) -> None:
+    """As begin, however few slots are free: bytes of rows that left them are not to stay."""
+    if table.slots.target is None and table.slots.num_free:
+        _start(table)
+    if len(table.index) <= _AT_ONCE:
+        finish(table)
+
+
 def finish(table: Table) -> None:
     """Gives the tail back at once: room is needed now."""
     if table.slots.target is None and table.slots.num_free:

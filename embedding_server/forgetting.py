@@ -32,16 +32,19 @@ def forget(table: Table, entries: Entries) -> int:
     if not n:
         return 0
     is_frozen = (entries.locations & FROZEN_BIT) != 0
-    slots = entries.locations[~is_frozen].astype(np.int32)
-    if slots.shape[0]:
-        table.slots.give_back(slots)
-        table.generation += 1
-    frozen = entries.locations[is_frozen]
-    table.segments.mark_dead(frozen[frozen != INITIAL])
-    table.rows_frozen -= frozen.shape[0]
+    let_go(table, entries.locations[~is_frozen].astype(np.int32), entries.locations[is_frozen])
     table.index.remove(entries.row_ids, entries.addresses)
     table.moves_forgotten += n
     return n
+
+
+def let_go(table: Table, slots: np.ndarray, frozen: np.ndarray) -> None:
+    """Gives up hot slots, int32[n], and places of frozen rows, uint32[m], whose index entries go."""
+    if slots.shape[0]:
+        table.slots.give_back(slots)
+        table.generation += 1
+    table.segments.mark_dead(frozen[frozen != INITIAL])
+    table.rows_frozen -= frozen.shape[0]
 
 
 def visits_of(table: Table, entries: Entries) -> np.ndarray:

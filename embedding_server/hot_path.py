@@ -72,6 +72,11 @@ class _Cold:
 
 class HotPath:
     def __init__(self, threads: TableThreads) -> None:
+        self._threads = threads
+        self._start()
+
+    def _start(self) -> None:
+        """Without any table."""
         self._directory = np.zeros((0, kernels.COLUMNS), np.int64)
         self._numbers: dict[str, int] = {}
         self._tables: dict[str, Table] = {}
@@ -79,7 +84,6 @@ class HotPath:
         self._constants = np.zeros((0, NUM_CONSTANTS), np.float32)
         self._all_reserved = self._all_cpu = True
         self._any_decays = self._any_half = False
-        self._threads = threads
 
     def add(self, table: Table) -> None:
         name = table.spec.name
@@ -92,6 +96,12 @@ class HotPath:
         self._any_decays = self._any_decays or table.decay is not None
         self._any_half = self._any_half or table.spec.policy.hot_bits == 16
         self._constants = np.concatenate([self._constants, kernel_constants(table.spec.optimizer)[None]])
+
+    def remove(self, name: str) -> None:
+        left = [table for known, table in self._tables.items() if known != name]
+        self._start()
+        for table in left:
+            self.add(table)
 
     def replace(self, table: Table) -> None:
         """A new table, of the spec of one that was added, takes its place."""

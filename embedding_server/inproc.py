@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from embedding_server.erasure import chunks_of
 from embedding_server.errors import StoreUnavailable
 from embedding_server.hints import Hint
 from embedding_server.segments import SETTLED_IN_A_STEP_BYTES
@@ -22,6 +23,7 @@ from embedding_server.store import (
     CutProgress,
     EmbeddingStore,
     EpochInfo,
+    Erased,
     Frostline,
     HeatHistogram,
     Identity,
@@ -135,6 +137,16 @@ class InprocStore(EmbeddingStore):
                 self._maintain()
         return self._wait(future, f"Push of step {step}")
 
+    def drop_tables(self, who: Identity, step: int, names: Sequence[str]) -> None:
+        with self._lock:
+            while not self._shard.drop_tables(who, step, names):
+                pass
+
+    def meet(self, who: Identity, step: int, number: int, topic: str, words: str = "") -> list[str]:
+        with self._lock:
+            future = self._shard.meet(who, step, number, topic, words)
+        return self._wait(future, f"meeting of step {step}")
+
     def heat_histograms(self, who: Identity, step: int) -> dict[str, HeatHistogram]:
         with self._lock:
             return self._shard.heat_histograms(who, step)
@@ -156,6 +168,18 @@ class InprocStore(EmbeddingStore):
                 moves, done = next_slice()
                 for name, m in moves.items():
                     total[name] = total.get(name, Moves()) + m
+            self._maintain()
+        return total
+
+    def delete_rows(self, who: Identity, step: int, ids: Mapping[str, np.ndarray]) -> dict[str, Erased]:
+        total: dict[str, Erased] = {}
+        with self._lock:
+            for chunk, is_last in chunks_of(ids):
+                done = False
+                while not done:
+                    erased, done = self._shard.delete_rows(who, step, chunk, is_last=is_last)
+                    for name, of_table in erased.items():
+                        total[name] = total.get(name, Erased()) + of_table
             self._maintain()
         return total
 
@@ -195,9 +219,9 @@ class InprocStore(EmbeddingStore):
         with self._lock:
             self._shard.abandon_cut(who)
 
-    def restore(self, who: Identity, folder: str) -> None:
+    def restore(self, who: Identity, folder: str, anew: Collection[str] = ()) -> None:
         with self._lock:
-            while not self._shard.restore(who, Path(folder).absolute()):
+            while not self._shard.restore(who, Path(folder).absolute(), anew):
                 pass
 
     def _maintain(self) -> None:

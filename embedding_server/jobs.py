@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from embedding_server.epochs import load_epochs, save_epochs
 from embedding_server.errors import FencedEpoch, NotReady
 from embedding_server.gradients import Push, ShardGradients
+from embedding_server.meetings import Meetings
 from embedding_server.steps import JobSteps
 from embedding_server.store import EpochInfo, Identity, PushAck, UpdateMode
 
@@ -35,6 +36,10 @@ class Job:
     #: default-row gradients of pipelined pushes, by step and worker, until all workers' are here
     defaults: dict[int, dict[int, dict[str, ShardGradients]]] = field(default_factory=dict)
     waiting_pulls: list[tuple[int, Callable[[], None], Future[Any]]] = field(default_factory=list)
+    meetings: Meetings = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.meetings = Meetings(self.steps)
 
     def begin(self, num_workers: int, mode: UpdateMode, epoch: int, will_restore: bool) -> None:
         """What steps.check_begin allowed."""
@@ -45,6 +50,7 @@ class Job:
         fenced += [future for _, _, future in self.waiting_pulls]
         self.staged.clear()
         self.waiting_pulls.clear()
+        self.meetings.fence(epoch)
         for future in fenced:
             fail(future, FencedEpoch(f"job {self.steps.job!r}: epoch {epoch} has begun; stop this worker", epoch))
 
@@ -61,6 +67,7 @@ class Job:
             rows = read(is_repeat)
             if not is_repeat:
                 self.steps.note_pull(worker, step, part, num_parts)
+                self.meetings.went_on(worker, step)
             future.set_result(rows)
 
         self.waiting_pulls.append((step, run, future))

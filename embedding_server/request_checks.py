@@ -81,6 +81,17 @@ class RequestChecks:
             )
 
     def ids(self, name: str, row_ids: np.ndarray) -> None:
+        self.row_ids(name, row_ids)
+        if not self._owns_all:
+            foreign = first_foreign(row_ids, self._buckets)
+            if foreign >= 0:
+                raise InvalidInput(
+                    f"table {name!r}: row_id {int(row_ids[foreign])} (position {foreign}) is in a bucket of another"
+                    " shard; route by shard_of_bucket, and fetch it again if the shards changed"
+                )
+
+    def row_ids(self, name: str, row_ids: np.ndarray) -> None:
+        """As ids, of whichever buckets."""
         if name not in self._tables:
             self.table(name)  # raises
         if row_ids.ndim != 1 or row_ids.dtype != np.int64:
@@ -93,13 +104,6 @@ class RequestChecks:
                 f"table {name!r}: {row_ids.shape[0]} row_ids in one call, more than {MAX_ROWS_PER_CALL};"
                 " use a smaller batch"
             )
-        if not self._owns_all:
-            foreign = first_foreign(row_ids, self._buckets)
-            if foreign >= 0:
-                raise InvalidInput(
-                    f"table {name!r}: row_id {int(row_ids[foreign])} (position {foreign}) is in a bucket of another"
-                    " shard; route by shard_of_bucket, and fetch it again if the shards changed"
-                )
 
     def gradients(
         self,

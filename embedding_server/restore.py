@@ -14,7 +14,7 @@ Thread safety: none; the thread that owns the shard calls.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,9 +69,11 @@ class Restore:
         buckets: np.ndarray,
         renew: Callable[[str], Table],
         on_event: Callable[[str], None],
+        anew: Collection[str] = (),
     ) -> None:
-        """tables: all of the shard, which owns `buckets` (bool[NUM_BUCKETS]); renew(name) makes one anew, empty."""
-        self.folder = folder
+        """tables: all of the shard, which owns `buckets` (bool[NUM_BUCKETS]); renew(name) makes one anew, empty.
+        anew: tables of the job that begin empty if the snapshot has none of their name."""
+        self.folder, self.anew = folder, frozenset(anew)
         self._job, self._tables, self._buckets, self._renew, self._on_event = job, tables, buckets, renew, on_event
         self._emptied: list[str] = []
         self._work = self._run()
@@ -106,6 +108,8 @@ class Restore:
         step = parts[0].record.step
         self._check(parts)
         self._job.steps.begin_restore()
+        for name in self.anew - set(_names(parts)):
+            self._renew(name)
         for name in _names(parts):
             self._emptied.append(name)
             table = self._renew(name)
@@ -119,8 +123,16 @@ class Restore:
     def _check(self, parts: list[Part]) -> None:
         """InvalidInput lists everything that differs and must not."""
         wrong = [line for name in _names(parts) for line in self._differences(name, parts)]
-        trained = [name for name, table in self._tables.items() if table.job == self._job.steps.job]
-        wrong += [f"table {name!r} is not in the snapshot" for name in trained if name not in _names(parts)]
+        own, others = self._job.steps.job, set(self._tables) - set(_names(parts))
+        added = sorted(name for name in others - self.anew if self._tables[name].job == own)
+        wrong += [
+            f"table {name!r} is not in the snapshot: name it among those that begin anew, or drop it" for name in added
+        ]
+        for name in sorted(self.anew - set(_names(parts))):
+            if name not in self._tables:
+                wrong.append(f"table {name!r}, which is to begin anew, does not exist here")
+            elif self._tables[name].job not in (None, own):
+                wrong.append(f"table {name!r}, which is to begin anew, is trained by job {self._tables[name].job!r}")
         if wrong:
             raise InvalidInput(f"restore from {self.folder}: {'; '.join(wrong)}. Give the job the snapshot's tables")
 

@@ -115,6 +115,11 @@ class SegmentBuilder:
             old.release(0)
         return left
 
+    def wipe(self) -> None:
+        """Overwrites the rows with zeros; then close()."""
+        for part in self._parts:
+            part.array[: self.num_rows] = 0
+
     def close(self) -> None:
         """Gives the memory back. Addresses must not be used any more."""
         for part in self._parts:

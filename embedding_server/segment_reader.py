@@ -112,9 +112,12 @@ class MappedSegment:
 
     def check_offsets(self) -> None:
         """Checks the blocks of bucket_offsets, which a merge goes by."""
-        offsets = self.arrays.bucket_offsets
-        first = offsets.ctypes.data - self.address
-        for block in range(first // CRC_BLOCK_BYTES, (first + offsets.nbytes - 1) // CRC_BLOCK_BYTES + 1):
+        self.check_part(self.arrays.bucket_offsets)
+
+    def check_part(self, part: np.ndarray) -> None:
+        """Checks the blocks under a part of one of the arrays, of at least one byte."""
+        first = part.ctypes.data - self.address
+        for block in range(first // CRC_BLOCK_BYTES, (first + part.nbytes - 1) // CRC_BLOCK_BYTES + 1):
             self.check_block(block)
 
     def close(self) -> None:
@@ -122,13 +125,14 @@ class MappedSegment:
 
 
 class _FileMap:
-    """A read-only shared map of a file, without a file descriptor.
+    """A map of a file, without a file descriptor: shared and read-only, or a private copy that may be changed.
 
     mmap.mmap keeps a duplicate of the descriptor open, and 26 tables of 32 segments would pass the usual limit of 1024.
     """
 
-    def __init__(self, fd: int, size: int) -> None:
-        address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+    def __init__(self, fd: int, size: int, is_private: bool) -> None:
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if is_private else 0)
+        address = _libc.mmap(None, size, access, mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED, fd, 0)
         if address in (None, _MAP_FAILED):
             code = ctypes.get_errno()
             raise OSError(code, f"mmap of {size} bytes: {os.strerror(code)}")
@@ -136,7 +140,7 @@ class _FileMap:
         self.size = size
         _libc.madvise(address, size, mmap.MADV_RANDOM)  # advice only: refused, reads are slower
         self.bytes = np.frombuffer((ctypes.c_ubyte * size).from_address(address), np.uint8)
-        self.bytes.flags.writeable = False
+        self.bytes.flags.writeable = is_private
 
     def close(self) -> None:
         if self.address is not None:
@@ -152,8 +156,10 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-def open_segment(path: Path, verify: bool = True) -> MappedSegment:
+def open_segment(path: Path, verify: bool = True, *, is_private: bool = False) -> MappedSegment:
     """Maps a segment file after checking its header, layout and size; `verify` reads and checks every byte.
+
+    is_private: its arrays may be written to, which the file does not see; memory is taken by pages that are.
 
     Raises SegmentCorrupt, naming the file and what is wrong, or OSError if it cannot be read at all.
     """
@@ -161,7 +167,7 @@ def open_segment(path: Path, verify: bool = True) -> MappedSegment:
     try:
         size = os.fstat(fd).st_size
         fmt, num_rows, frozen_step, data_start = _read_header(path, fd, size)
-        file_map = _FileMap(fd, size)
+        file_map = _FileMap(fd, size, is_private)
     finally:
         os.close(fd)
     try:

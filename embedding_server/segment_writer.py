@@ -60,7 +60,7 @@ class SegmentWriter:
         self._write: _Write | None = None
         self._retry_s = 0.0  # 0: the last write went well
         self._retry_at = 0.0
-        self._delete_leftovers()
+        self.remove_leftovers()
 
     @property
     def is_failing(self) -> bool:
@@ -166,7 +166,8 @@ class SegmentWriter:
         except OSError as error:
             self._on_event(f"table {self._table!r}: cannot delete {path}: {error}; nothing uses it: delete it")
 
-    def _delete_leftovers(self) -> None:
+    def remove_leftovers(self) -> None:
+        """Deletes every file of the table; none is in use."""
         if not self.directory.is_dir():
             return
         name = re.compile(re.escape(self._prefix) + r"-\d{8,}\.safetensors(\.partial)?")

@@ -10,7 +10,7 @@ The life of a segment:
     gone      merged into another (segment_merge.py), or its last row died: unmapped, file deleted
 
 Rows can be read in every stage, through segment_rows.py. A thaw only marks the row dead; its bytes go when a merge
-leaves it out.
+leaves it out, or, of an erased row, in the background (segment_erasure.py).
 
 Why small ones get no file. A file costs its two fsyncs, a rename, a map and, once merged, its deletion: some 10 ms, as
 much as copying 100,000 rows. Where 13 tables on each of 2 shards freeze a few hundred rows at each of 31 re-selections
@@ -42,6 +42,7 @@ from embedding_server.segment_builder import (
     fixed_bytes,
     packed_parts,
 )
+from embedding_server.segment_erasure import ErasedIds, SegmentErasure
 from embedding_server.segment_file import SegmentFormat
 from embedding_server.segment_merge import Merge, plan_merge
 from embedding_server.segment_reader import MappedSegment
@@ -70,7 +71,7 @@ class SegmentSet:
     Invariants:
     1. A location stays valid until its row is marked dead or `moved` names its new one, whatever is written meanwhile.
     2. Addresses stay valid until the next open_builder, append, seal, unite_small, write_pending, settle_slice,
-       merge_slice, flush or close.
+       merge_slice, erase_slice, flush or close.
     3. A segment slot is free, or has exactly one of a builder (growing, small or large) and a mapped file.
     4. Appends leave one slot free, so that a merge can always start.
     """
@@ -118,6 +119,17 @@ class SegmentSet:
         self._frozen_step = 0
         self._writer = SegmentWriter(Path(directory), table_name, executor=executor, on_event=on_event, clock=clock)
         self._merge: Merge | None = None
+        self._erasure = SegmentErasure(
+            table_name,
+            self._builders,
+            self._mapped,
+            executor=executor,
+            new_path=self.new_path,
+            replace=self._replace,
+            discard=self._writer.unlink,
+            on_event=on_event,
+            clock=clock,
+        )
         self._on_event = on_event
 
     def _add_format(self, bits: int) -> None:
@@ -276,6 +288,49 @@ class SegmentSet:
         """These rows are no longer needed (thawed, or forgotten). Once for each location, after reading it."""
         kernels.count_slots(locations, self._dead)
 
+    # Erasure --------------------------------------------------------------------------------------------------------
+
+    def erase(self, erased: ErasedIds) -> None:
+        """Rows that are dead by now, or were: every byte of them goes, wherever it lies, in calls of erase_slice."""
+        self.seal()
+        self._erasure.add(np.flatnonzero(self._rows).tolist(), erased)
+
+    def erase_slice(self, *, here: bool = False, holds: bool = False) -> bool:
+        """A bounded part of that. True: call again; False: nothing can be done now, or nothing is left.
+
+        here: waits for files that the executor writes. holds: the caller is the one that holds the segments, and nobody
+        reads them elsewhere now.
+        """
+        if not self._erasure.slots or (self._is_held and not holds):
+            return False
+        busy = set() if self._merge is None else set(self._merge.left)
+        if self._writer.writing is not None:
+            busy.add(self._writer.writing.slot)
+        return self._erasure.slice(busy, here=here)
+
+    @property
+    def bytes_erasing(self) -> int:
+        """Of segments that may still hold erased rows."""
+        return sum(int(self._rows[slot]) * self._format_of(slot).unit_bytes for slot in self._erasure.slots)
+
+    def is_erasing(self, slot: int) -> bool:
+        """This one may hold some."""
+        return slot in self._erasure.slots
+
+    def is_erasure_stuck(self, slot: int) -> bool:
+        """It does, and they cannot be taken out: its file is damaged, or the disk fails."""
+        return self._erasure.is_stuck(slot)
+
+    def _replace(self, slot: int, segment: MappedSegment) -> None:
+        old, self._mapped[slot] = self._mapped[slot], segment
+        self._reader.set_file(slot, segment)
+        self._bytes = None
+        old.close()
+        self._writer.unlink(old.path)
+
+    def _format_of(self, slot: int) -> SegmentFormat:
+        return self._mapped[slot].format if slot in self._mapped else self._builders[slot].format
+
     # Cuts and restores (cut.py, restore.py) -------------------------------------------------------------------------
 
     def hold(self) -> list[int]:
@@ -383,8 +438,8 @@ class SegmentSet:
 
     @property
     def is_being_written(self) -> bool:
-        """The executor writes a segment of this set, or soon will: write_pending has more to do after it."""
-        return self._writer.writing is not None
+        """The executor writes a segment of this set, or soon will: write_pending or erase_slice goes on after it."""
+        return self._writer.writing is not None or self._erasure.is_waiting
 
     @property
     def is_scattered(self) -> bool:
@@ -455,6 +510,8 @@ class SegmentSet:
 
         max_bytes: of rows to write, or to merge, at a time; False also if more of them wait, or if the disk fails.
         """
+        if (max_bytes is None or self.bytes_erasing <= max_bytes) and self.erase_slice(here=True):
+            return True
         if self.unite_small(is_live, moved):
             return True
         if max_bytes is not None and self._bytes_to_write > max_bytes:
@@ -606,6 +663,8 @@ class SegmentSet:
         self._reader.clear(slot)
         builder = self._builders.pop(slot, None)
         if builder is not None:
+            if self.is_erasing(slot):
+                builder.wipe()
             small = self._small[builder.format.bits]
             if builder in small:
                 small.remove(builder)
@@ -615,9 +674,22 @@ class SegmentSet:
         if mapped is not None:
             mapped.close()
             self._writer.unlink(mapped.path)
+        self._erasure.forget(slot)
+
+    def drop_one(self) -> bool:
+        """Drops some segment with its file: the whole set is to go. False if there is none."""
+        slot = next(iter((*self._mapped, *self._builders)), None)
+        if slot is not None:
+            self._drop(slot)
+        return slot is not None
+
+    def remove_leftovers(self) -> None:
+        """After close(): deletes what files of the table there are."""
+        self._writer.remove_leftovers()
 
     def close(self) -> None:
         """Ends the write under way and gives all memory and maps back. Written files stay."""
+        self._erasure.close()
         self._writer.close()
         for builder in self._builders.values():
             builder.close()

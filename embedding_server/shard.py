@@ -18,7 +18,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from embedding_server import cold_path
 from embedding_server.advance import Advances
 from embedding_server.cut import Cut, CutRequest, Parents, check_parent
 from embedding_server.data_folder import DataFolder
+from embedding_server.erasure import Erasures, check_num_ids
 from embedding_server.errors import InvalidInput, NotReady
 from embedding_server.gradients import ShardGradients
 from embedding_server.heap import release_free_heap
@@ -47,6 +48,7 @@ from embedding_server.store import (
     NUM_BUCKETS,
     CutProgress,
     EpochInfo,
+    Erased,
     Frostline,
     HeatHistogram,
     Identity,
@@ -61,6 +63,7 @@ from embedding_server.store import (
     WireDtype,
 )
 from embedding_server.table import Table
+from embedding_server.table_drop import TableDrop
 from embedding_server.table_threads import TableThreads
 
 __all__ = ["Shard", "ShardGradients"]
@@ -110,6 +113,9 @@ class Shard:
         self._checks = RequestChecks(self._tables, self.buckets)
         self._pushes = Pushes(self._tables, self._rows, self._checks, self._events.append)
         self._advances = Advances(self._tables)
+        self._erasures = Erasures(self.buckets)
+        #: by job and names: tables that are gone, whose memory and files are not, or that nobody has asked about since
+        self._drops: dict[tuple[str, frozenset[str]], TableDrop] = {}
         self._cut: Cut | None = None  # the last one that began
         self._cuts: dict[str, Cut] = {}  # the last one of each job
         self._parents: dict[str, Parents] = {}  # what a delta may build on, by job, of its running epoch
@@ -126,8 +132,32 @@ class Shard:
     def create_tables(self, specs: Sequence[TableSpec]) -> None:
         """All or none: what is wrong with a spec is found before anything is created."""
         for spec in self._checks.new_specs(specs):
+            for key in [key for key in self._drops if spec.name in key[1]]:
+                self._drops.pop(key).finish()  # before another one takes its place
             table = self._tables[spec.name] = self._new_table(spec)
             self._rows.add(table)
+
+    def drop_tables(self, who: Identity, step: int, names: Sequence[str]) -> bool:
+        """One slice of deleting tables with their rows and files. True: they are gone. Else call again."""
+        self._check_barrier(who, step)
+        key = (who.job, frozenset(names))
+        if key not in self._drops:
+            for name in names:
+                self._checks.table(name)
+                self._checks.owner(who.job, name)
+            if not self._is_free_of_cuts():
+                return False
+            self._advances.abandon(who.job)
+            self._erasures.end(who.job)
+            self._drops[key] = TableDrop([self._tables.pop(name) for name in key[1]])
+            for name in key[1]:
+                self._rows.remove(name)
+        self._drops[key].slice()
+        if not self._drops[key].is_over:
+            return False
+        del self._drops[key]
+        release_free_heap()
+        return True
 
     def _new_table(self, spec: TableSpec) -> Table:
         return Table(
@@ -167,6 +197,7 @@ class Shard:
         """
         info = self._jobs.begin_epoch(job, num_workers, mode, epoch, will_restore)
         self._advances.abandon(job)
+        self._erasures.end(job)
         if job in self._cuts:
             self._cuts[job].abandon()
         self._parents.pop(job, None)
@@ -248,6 +279,12 @@ class Shard:
         check_wire_dtype(wire_dtype)
         return self._pushes.push(job, who.worker, step, gradients, wire_dtype, part, num_parts)
 
+    # Meetings -------------------------------------------------------------------------------------------------------
+
+    def meet(self, who: Identity, step: int, number: int, topic: str, words: str) -> Future[list[str]]:
+        """Waits for the other workers (meetings.py)."""
+        return self._jobs.job_of(who).meetings.come(who.worker, step, number, topic, words)
+
     # Advance ----------------------------------------------------------------------------------------------------------
 
     def heat_slice(self, who: Identity, step: int, first_bucket: int) -> tuple[dict[str, HeatHistogram], int]:
@@ -278,6 +315,25 @@ class Shard:
         if not self._is_free_of_cuts():
             return {}, False
         return self._advances.end_data_pass(who.job, step)
+
+    def delete_rows(
+        self, who: Identity, step: int, ids: Mapping[str, np.ndarray], *, is_last: bool
+    ) -> tuple[dict[str, Erased], bool]:
+        """Deletes a chunk of row_ids for good (erasure.py), of whichever buckets, at most erasure.MAX_IDS_PER_CALL.
+
+        (what was there of them in the shard's buckets, done); not done: a cut is finished first, call again. Their
+        bytes leave the segments after the chunk that is_last. A repeat finds them unknown.
+        """
+        self._check_barrier(who, step)
+        check_num_ids(ids)
+        for name, row_ids in ids.items():
+            self._checks.row_ids(name, row_ids)
+            self._checks.owner(who.job, name)
+        if not self._is_free_of_cuts():
+            return {}, False
+        self._advances.abandon(who.job)
+        tables = {name: (self._tables[name], row_ids) for name, row_ids in ids.items()}
+        return self._erasures.erase(who.job, tables, is_last=is_last), True
 
     def _check_barrier(self, who: Identity, step: int) -> None:
         self._jobs.job_of(who).steps.check_barrier(step)
@@ -337,17 +393,18 @@ class Shard:
         """A cut is being written: maintain has work of it, unless it waits for the writer."""
         return self._cut is not None and self._cut.is_under_way
 
-    def restore(self, who: Identity, folder: Path) -> bool:
+    def restore(self, who: Identity, folder: Path, anew: Collection[str] = ()) -> bool:
         """One slice of filling the job's tables from the cut in `folder` (restore.py). True: the job is at the cut's
-        step. Call again with the same arguments until then."""
+        step. Call again with the same arguments until then. anew: tables that begin empty if the cut has none of their
+        name."""
         job = self._jobs.job_to_restore(who)
         restore = self._restores.get(who.job)
-        if restore is not None and restore.folder != folder:
+        if restore is not None and (restore.folder, restore.anew) != (folder, frozenset(anew)):
             restore.abandon()
             restore = None
         if restore is None:
             self._advances.abandon(who.job)
-            restore = Restore(folder, job, self._tables, self.buckets, self._renew, self._events.append)
+            restore = Restore(folder, job, self._tables, self.buckets, self._renew, self._events.append, anew)
             self._restores[who.job] = restore
         done = True
         try:
@@ -390,7 +447,8 @@ class Shard:
         """The writer has work of this shard: maintain has more to do once it is done."""
         if self._cut is not None and self._cut.is_waiting:
             return True
-        return any(table.segments.is_being_written for table in self._tables.values())
+        drops = any(not drop.is_over for drop in self._drops.values())
+        return drops or any(table.segments.is_being_written for table in self._tables.values())
 
     def stats(self) -> StoreStats:
         """Of settled tables, so that figures do not depend on how far the background work is."""
@@ -415,7 +473,9 @@ class Shard:
         waiting."""
         if self._cut is not None and self._cut.slice():
             return True
-        if any(table.maintain() for table in self._tables.values()):
+        if any(drop.slice() for drop in self._drops.values()) or any(
+            table.maintain() for table in self._tables.values()
+        ):
             return True
         moves = sum(table.moves_frozen + table.moves_thawed + table.moves_forgotten for table in self._tables.values())
         if moves - self._moves_at_release > _MOVES_BETWEEN_RELEASES:
@@ -430,6 +490,8 @@ class Shard:
             restore.abandon()
         for table in self._tables.values():
             table.close()
+        for drop in self._drops.values():
+            drop.finish()
         self._tables.clear()
         self._threads.close()
         self._folder.close()

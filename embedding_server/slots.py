@@ -17,6 +17,10 @@ class MemoryBudget:
         self.used_bytes += held_bytes - self._held.get(table, 0)
         self._held[table] = held_bytes
 
+    def forget(self, table: str) -> None:
+        """The table is gone."""
+        self.used_bytes -= self._held.pop(table, 0)
+
     @property
     def free_bytes(self) -> int:
         """Negative when a buffer or the index grew past the limit for a moment; the next rows pay that back."""

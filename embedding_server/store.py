@@ -15,7 +15,7 @@ Steps count from 1. What is not an error: an unknown row_id (it is a new row), a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -189,6 +189,24 @@ class Moves:
 
 
 @dataclass(frozen=True, slots=True)
+class Erased:
+    """What delete_rows found and removed of one table."""
+
+    hot: int = 0
+    frozen: int = 0
+    waiting: int = 0  # IDs below min_count
+    unknown: int = 0  # that were not there: no error
+
+    def __add__(self, other: Erased) -> Erased:
+        return Erased(
+            self.hot + other.hot,
+            self.frozen + other.frozen,
+            self.waiting + other.waiting,
+            self.unknown + other.unknown,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class TableStats:
     """State of one table, summed over shards. Bytes are committed memory or file bytes, dead rows included."""
 
@@ -212,6 +230,8 @@ class TableStats:
     moves_thawed_visit: int = 0
     moves_thawed_rank: int = 0  # above the frostline
     moves_forgotten: int = 0  # rows that lost their index entry: rare and idle, or rare at the end of a data pass
+    rows_erased: int = 0  # rows, and IDs below min_count, that delete_rows removed since start
+    bytes_erasure_pending: int = 0  # bytes of segments that may still hold some of them; 0: every byte is gone
 
     @property
     def bytes_total(self) -> int:
@@ -354,6 +374,24 @@ class EmbeddingStore(ABC):
         """
 
     @abstractmethod
+    def drop_tables(self, who: Identity, step: int, names: Sequence[str]) -> None:
+        """Advance: deletes tables with their rows and files, on every shard.
+
+        UnknownTable if there is none of a name, InvalidInput if it is trained by another job; nothing is dropped then.
+        Needs step applied and no Pull of step+1 (NotReady otherwise); one worker calls while the others wait. Snapshots
+        keep what they have.
+        """
+
+    @abstractmethod
+    def meet(self, who: Identity, step: int, number: int, topic: str, words: str = "") -> list[str]:
+        """Waits until every worker of the job has come with the same topic; what each said, in order of workers.
+
+        Between the caller's Push of step and its Pull of step+1; number counts its meetings of that step, from 0.
+        InvalidInput for all if topics differ, NotReady if another worker has gone on to the next step, StoreUnavailable
+        if one does not come in time.
+        """
+
+    @abstractmethod
     def heat_histograms(self, who: Identity, step: int) -> dict[str, HeatHistogram]:
         """Advance, first half: the heat of every table of policy `topk`, summed over shards. Changes nothing."""
 
@@ -372,6 +410,18 @@ class EmbeddingStore(ABC):
         Those are rows, hot or frozen, with fewer than forget_below visits, outside the control buckets; never under
         policy `off`. Needs step applied and no Pull of step+1 (NotReady otherwise). Other tables have no entry in the
         answer.
+        """
+
+    @abstractmethod
+    def delete_rows(self, who: Identity, step: int, ids: Mapping[str, np.ndarray]) -> dict[str, Erased]:
+        """Advance: deletes row_ids of tables for good, int64[n] each, in any order; what was there of them, by table.
+
+        From hot rows, IDs below min_count and frozen rows at once. Bytes in segment files go in the background:
+        TableStats.bytes_erasure_pending says how many may still hold some. Cuts that begin afterwards hold none; one
+        that is being written is finished first, and has them, as earlier snapshots do (`frostline ckpt gc --erase`):
+        who restores one of these must delete again. Unknown row_ids are counted, and may be given twice. One that is
+        visited again is a new row. Needs step applied and no Pull of step+1 (NotReady otherwise); one worker calls
+        while the others wait.
         """
 
     @abstractmethod
@@ -401,8 +451,11 @@ class EmbeddingStore(ABC):
         """
 
     @abstractmethod
-    def restore(self, who: Identity, folder: str) -> None:
+    def restore(self, who: Identity, folder: str, anew: Collection[str] = ()) -> None:
         """Replaces the rows of all tables by those of the cut in `folder`; the job goes on after the cut's step.
+
+        A table that the cut has must exist; one that the job has trained and the cut lacks, because it was added later,
+        must be named in `anew`, and begins empty: InvalidInput lists all that differ.
 
         After create_tables and begin_epoch(will_restore=True), once; on any number of shards. InvalidInput if a table,
         its dim or a file is not what it must be, SegmentCorrupt if a file is damaged; nothing can be pulled then. Begin

@@ -2,7 +2,8 @@
 
 What requests do to it is elsewhere: hot_path.py (Pull, Push and look-up of hot rows), cold_path.py (of the others).
 So is where rows move: admission.py (an ID gets a row), freezing.py (a row freezes, a row thaws), forgetting.py (a row
-goes), hot_limit.py (room under the limits of bytes), compaction.py (slots); reselection.py decides.
+goes), erasure.py (a row goes, with every byte of it), hot_limit.py (room under the limits of bytes), compaction.py
+(slots); reselection.py decides.
 
 Thread safety: none; the thread that owns the shard owns its tables.
 Invariants:
@@ -121,6 +122,7 @@ class Table:
         self.rows_frozen = self.rows_ignored = self.rows_unfreezable = self.rows_default_reads = 0
         self.moves_frozen = self.moves_frozen_idle = self.moves_frozen_rank = self.moves_frozen_limit = 0
         self.moves_thawed = self.moves_thawed_visit = self.moves_thawed_rank = self.moves_forgotten = 0
+        self.rows_erased = 0
         self.rows_ranked = self.rows_ranked_before = 0  # of the last re-selection, as in MaskInfo
         self.bytes_peak = 0
 
@@ -270,10 +272,10 @@ class Table:
     # Background work ------------------------------------------------------------------------------------------------
 
     def maintain(self) -> bool:
-        """One bounded slice of compaction, segment writing or merging. True if more is waiting."""
+        """One bounded slice of compaction, erasure, segment writing or merging. True if more is waiting."""
         if self.slots.target is not None:
             compaction.move_slice(self)
-        elif self._unite_scattered() or self.segments.write_pending():
+        elif self.segments.erase_slice() or self._unite_scattered() or self.segments.write_pending():
             self.record_memory()
         elif self.segments.needs_merge():
             self.segments.merge_slice(self._is_live, self._moved)

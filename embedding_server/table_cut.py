@@ -55,7 +55,7 @@ T = TypeVar("T")
 COUNTERS = (
     "rows_ignored", "rows_unfreezable", "rows_default_reads", "moves_frozen", "moves_frozen_idle", "moves_frozen_rank",
     "moves_frozen_limit", "moves_thawed", "moves_thawed_visit", "moves_thawed_rank", "moves_forgotten", "rows_ranked",
-    "rows_ranked_before",
+    "rows_ranked_before", "rows_erased",
 )  # fmt: skip
 _SLICE_BYTES, _SLICE_ROWS = 1 << 20, 4096  # of hot rows: gathering, CRC and write of 1 MiB take about 1 ms
 
@@ -202,10 +202,11 @@ class TableCut:
             self._on_error(error)
 
     def _wait(self) -> None:
+        segments = self._table.segments
         if self._link is not None:
             self._link.exception()
-        elif not self._table.segments.write_pending(here=True):
-            self._table.segments.wait_for_write()
+        elif not segments.write_pending(here=True) and not segments.erase_slice(here=True, holds=True):
+            segments.wait_for_write()
 
     @property
     def name(self) -> str:
@@ -342,6 +343,12 @@ class TableCut:
             if segments.is_write_failing:
                 raise OSError("the table's segments cannot be written, see its earlier event")
             return segments.write_pending()
+        if segments.is_erasing(slot):
+            if segments.is_erasure_stuck(slot):
+                raise OSError(
+                    "rows that were erased cannot be taken out of the table's segments, see its earlier event"
+                )
+            return segments.erase_slice(holds=True)
         self._link = self._run(put_object, self._objects, segments.stage_of(slot), not segments.is_cold(slot))
         return True
 

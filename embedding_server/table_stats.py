@@ -49,6 +49,8 @@ def stats_of(table: Table) -> TableStats:
         moves_thawed_visit=table.moves_thawed_visit,
         moves_thawed_rank=table.moves_thawed_rank,
         moves_forgotten=table.moves_forgotten,
+        rows_erased=table.rows_erased,
+        bytes_erasure_pending=table.segments.bytes_erasing,
     )
 
 

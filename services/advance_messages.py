@@ -5,13 +5,16 @@ int64 arrays travel as little-endian bytes; an array that is not there is empty 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 
 import numpy as np
 
+from embedding_server.errors import InvalidInput
 from embedding_server.store import (
     NUM_HEAT_BANDS,
     CutProgress,
+    Erased,
     Frostline,
     HeatHistogram,
     Identity,
@@ -69,6 +72,38 @@ def moves_message(table: str, moves: Moves) -> pb.Moves:
 
 def moves_of(message: pb.Moves) -> Moves:
     return Moves(message.frozen, message.thawed, message.unfreezable, message.forgotten)
+
+
+def delete_rows_message(ids: Mapping[str, np.ndarray], is_last: bool, number: int) -> pb.DeleteRows:
+    return pb.DeleteRows(
+        tables=[pb.TableIds(table=name, num_rows=len(row_ids)) for name, row_ids in ids.items()],
+        row_ids=b"".join(_bytes(row_ids) for row_ids in ids.values()),
+        is_last=is_last,
+        slice=number,
+    )
+
+
+def ids_to_delete(message: pb.DeleteRows) -> dict[str, np.ndarray]:
+    """row_ids int64[n] by table. InvalidInput if the message does not fit itself."""
+    row_ids = np.frombuffer(message.row_ids, "<i8") if len(message.row_ids) % 8 == 0 else np.empty(0, np.int64)
+    ends = np.cumsum([table.num_rows for table in message.tables], dtype=np.int64)
+    total = int(ends[-1]) if ends.size else 0
+    names = [table.table for table in message.tables]
+    if 8 * total != len(message.row_ids) or len(set(names)) != len(names):
+        raise InvalidInput(
+            f"DeleteRows: {len(message.row_ids)} bytes of row_ids for {total} rows of tables {names[:10]}; send 8 bytes"
+            " a row, and each table once"
+        )
+    parts = np.split(row_ids.astype(np.int64), ends)[:-1]  # the last is what is behind all tables: nothing
+    return dict(zip(names, parts, strict=True))
+
+
+def erased_message(table: str, erased: Erased) -> pb.ErasedRows:
+    return pb.ErasedRows(table=table, **asdict(erased))
+
+
+def erased_of(message: pb.ErasedRows) -> Erased:
+    return Erased(message.hot, message.frozen, message.waiting, message.unknown)
 
 
 def progress_message(progress: CutProgress) -> pb.GetCutProgressResponse:

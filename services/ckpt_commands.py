@@ -21,6 +21,7 @@ from rich.table import Table
 from services.command_options import JsonOption, errors_to_exit_status, wide_console
 
 if TYPE_CHECKING:
+    from trainer.snapshot_gc import Removal
     from trainer.snapshot_list import JobFigures
 
 app = typer.Typer(
@@ -134,41 +135,65 @@ def gc(
         typer.Option(min=0.0, help="What has no manifest stays if something in it was written more lately than that."),
     ] = 3600.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Says what would go, and removes nothing.")] = False,
+    erase: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TABLE:FILE",
+            help="Also erases these row_ids, one a line or an int64 .npy file, from every snapshot that stays; repeated"
+            " for other tables.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Removes old snapshots, what unfinished ones left, and segment files that no snapshot names. What one that stays
     is a delta of stays too.
 
     Whatever may be being written stays: jobs whose folder a training or another command uses are left alone, and so are
-    snapshots without a manifest that were written to lately. Exit status 1 if a job was left alone.
+    snapshots without a manifest that were written to lately. Exit status 1 if a job was left alone, or if with --erase
+    a snapshot stays that may still hold some of the rows.
     """
     console = Console(stderr=as_json)
     with _errors_to_exit_status(console):
         from embedding_server.errors import InvalidInput
-        from trainer.snapshot_gc import Removal, collect
+        from trainer.row_id_files import read_erasures
+        from trainer.snapshot_erase import collect_and_erase
+        from trainer.snapshot_gc import collect
         from trainer.snapshot_list import job_folders
 
+        erased = read_erasures(erase or [])
         removals: list[Removal] = []
         refusals: list[str] = []
         for folder in job_folders(uri):
             try:
-                removals.append(collect(folder, keep, min_age_s, dry_run=dry_run))
+                if erase:
+                    removals.append(collect_and_erase(folder, keep, min_age_s, erased, dry_run=dry_run))
+                else:
+                    removals.append(collect(folder, keep, min_age_s, dry_run=dry_run))
             except InvalidInput as error:
                 refusals.append(str(error))
     for removal in removals:
-        verb = "would remove" if dry_run else "removed"
-        _say(
-            console,
-            f"{removal.path}: {verb} {', '.join(removal.removed) or 'no snapshot'}, {removal.objects} segment files,"
-            f" {removal.bytes} bytes; {len(removal.kept)} snapshots stay",
-        )
-        for note in removal.notes:
-            _say(console, f"note: {note}")
+        _print_removal(console, removal, dry_run=dry_run)
     for refusal in refusals:
         _say(console, f"left alone: {refusal}")
     if as_json:
         print(json.dumps({"jobs": [asdict(removal) for removal in removals], "left_alone": refusals}))
-    raise typer.Exit(1 if refusals else 0)
+    raise typer.Exit(1 if refusals or any(removal.unerased for removal in removals) else 0)
+
+
+def _print_removal(console: Console, removal: Removal, *, dry_run: bool) -> None:
+    verb = "would remove" if dry_run else "removed"
+    _say(
+        console,
+        f"{removal.path}: {verb} {', '.join(removal.removed) or 'no snapshot'}, {removal.objects} segment files,"
+        f" {removal.bytes} bytes; {len(removal.kept)} snapshots stay",
+    )
+    if removal.rewritten:
+        verb = "would be written" if dry_run else "written"
+        _say(console, f"{verb} anew without the erased rows: {', '.join(removal.rewritten)}")
+    for text in removal.unerased:
+        _say(console, f"may still hold erased rows: {text}")
+    for note in removal.notes:
+        _say(console, f"note: {note}")
 
 
 @app.command()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TypeVar, cast
 
 import numpy as np
@@ -20,9 +21,11 @@ from embedding_server.spec import TableSpec
 from embedding_server.store import NUM_BUCKETS, Identity, Moves, UpdateMode
 from frostline.v1 import embedding_pb2 as pb
 from services.advance_messages import (
+    erased_message,
     frostline_of,
     histogram_message,
     identity_of,
+    ids_to_delete,
     mask_info_message,
     moves_message,
     progress_message,
@@ -136,7 +139,15 @@ def advance(shard: Shard, answers: LastAnswers, paths: SnapshotPaths, request: p
         return _next_slice(answers, request, lambda: _moves_answer(*shard.end_data_pass(who, step)))
     if action == "begin_cut":
         return _next_slice(answers, request, lambda: _begin_cut(shard, paths, who, step, request.begin_cut))
-    raise InvalidInput("Advance: the request has no action; set collect_heat, reselect, end_data_pass or begin_cut")
+    if action == "delete_rows":
+        return _next_slice(answers, request, lambda: _delete_rows(shard, who, step, request.delete_rows))
+    if action == "drop_tables":
+        names = list(request.drop_tables.tables)
+        return _next_slice(answers, request, lambda: pb.AdvanceResponse(done=shard.drop_tables(who, step, names)))
+    raise InvalidInput(
+        "Advance: the request has no action; set collect_heat, reselect, end_data_pass, begin_cut, delete_rows or"
+        " drop_tables"
+    )
 
 
 def _collect_heat(shard: Shard, who: Identity, step: int, first_bucket: int) -> pb.AdvanceResponse:
@@ -151,6 +162,11 @@ def _collect_heat(shard: Shard, who: Identity, step: int, first_bucket: int) -> 
 
 def _moves_answer(moves: dict[str, Moves], done: bool) -> pb.AdvanceResponse:
     return pb.AdvanceResponse(moves=[moves_message(name, move) for name, move in moves.items()], done=done)
+
+
+def _delete_rows(shard: Shard, who: Identity, step: int, action: pb.DeleteRows) -> pb.AdvanceResponse:
+    erased, done = shard.delete_rows(who, step, ids_to_delete(action), is_last=action.is_last)
+    return pb.AdvanceResponse(erased=[erased_message(name, rows) for name, rows in erased.items()], done=done)
 
 
 def _begin_cut(shard: Shard, paths: SnapshotPaths, who: Identity, step: int, action: pb.BeginCut) -> pb.AdvanceResponse:
@@ -176,6 +192,11 @@ def _next_slice(answers: LastAnswers, request: pb.AdvanceRequest | pb.RestoreReq
     return answer
 
 
+def meet(shard: Shard, request: pb.MeetRequest) -> Future[list[str]]:
+    who = identity_of(request.caller)
+    return shard.meet(who, request.step, request.number, request.topic, request.words)
+
+
 def cut_progress(shard: Shard, request: pb.GetCutProgressRequest) -> pb.GetCutProgressResponse:
     return progress_message(shard.cut_progress(identity_of(request.caller)))
 
@@ -189,7 +210,7 @@ def abandon_cut(shard: Shard, answers: LastAnswers, request: pb.AbandonCutReques
 def restore(shard: Shard, answers: LastAnswers, paths: SnapshotPaths, request: pb.RestoreRequest) -> pb.RestoreResponse:
     def work() -> pb.RestoreResponse:
         return pb.RestoreResponse(
-            done=shard.restore(identity_of(request.caller), paths.checked("Restore", request.folder))
+            done=shard.restore(identity_of(request.caller), paths.checked("Restore", request.folder), request.anew)
         )
 
     return _next_slice(answers, request, work)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -25,6 +25,7 @@ from embedding_server.store import (
     CutProgress,
     EmbeddingStore,
     EpochInfo,
+    Erased,
     Frostline,
     HeatHistogram,
     Identity,
@@ -42,7 +43,7 @@ from embedding_server.store import (
     push_dtype,
 )
 from frostline.v1 import embedding_pb2 as pb
-from services import shard_cuts, tensor_codec
+from services import shard_cuts, shard_tables, tensor_codec
 from services.advance_messages import (
     caller_message,
     frostline_message,
@@ -155,6 +156,16 @@ class RemoteStore(EmbeddingStore):
                 "its rows, and going on would train a torn table; restore a snapshot, or start the job anew on fresh"
                 " shards"
             )
+
+    def drop_tables(self, who: Identity, step: int, names: Sequence[str]) -> None:
+        existing = [[table.name for table in reply.tables] for reply in self._describe()]
+        try:
+            shard_tables.drop_tables(self._channels, who, step, names, existing)
+        finally:
+            self.table_specs()
+
+    def meet(self, who: Identity, step: int, number: int, topic: str, words: str = "") -> list[str]:
+        return shard_tables.meet(self._channels, who, step, number, topic, words)
 
     # --- rows ---
 
@@ -327,6 +338,10 @@ class RemoteStore(EmbeddingStore):
             number += 1
         return total
 
+    def delete_rows(self, who: Identity, step: int, ids: Mapping[str, np.ndarray]) -> dict[str, Erased]:
+        self._dims(ids)
+        return shard_tables.delete_rows(self._channels, who, step, ids)
+
     # --- cuts ---
 
     def begin_cut(self, who: Identity, step: int, folder: str, parent: str | None = None) -> None:
@@ -338,8 +353,8 @@ class RemoteStore(EmbeddingStore):
     def abandon_cut(self, who: Identity) -> None:
         shard_cuts.abandon_cut(self._channels, who)
 
-    def restore(self, who: Identity, folder: str) -> None:
-        shard_cuts.restore(self._channels, who, folder)
+    def restore(self, who: Identity, folder: str, anew: Collection[str] = ()) -> None:
+        shard_cuts.restore(self._channels, who, folder, anew)
 
     # --- statistics ---
 

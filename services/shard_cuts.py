@@ -5,19 +5,14 @@ Thread safety: any thread; nothing is kept here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Collection
 
 from embedding_server.errors import FencedEpoch, FrostlineError, StoreUnavailable
 from embedding_server.store import CutProgress, Identity
 from frostline.v1 import embedding_pb2 as pb
 from services.advance_messages import caller_message, progress_of
 from services.shard_channel import ShardChannel, call_every
-
-Channels = Sequence[ShardChannel]
-#: of a channel and the number of the slice
-Sliced = Callable[[ShardChannel, int], pb.AdvanceRequest | pb.RestoreRequest]
-Answer = TypeVar("Answer", pb.AdvanceResponse, pb.RestoreResponse)
+from services.sliced_calls import Channels, in_slices, replies_of
 
 
 def begin_cut(channels: Channels, who: Identity, step: int, folder: str, parent: str | None = None) -> None:
@@ -30,7 +25,7 @@ def begin_cut(channels: Channels, who: Identity, step: int, folder: str, parent:
         return pb.AdvanceRequest(caller=caller_message(who), step=step, begin_cut=cut)
 
     try:
-        _in_slices("EmbeddingShard/Advance", channels, request, pb.AdvanceResponse)
+        in_slices("EmbeddingShard/Advance", channels, request, pb.AdvanceResponse)
         for channel, progress in zip(channels, cut_progress(channels, who), strict=True):
             if progress.error is not None:
                 raise StoreUnavailable(
@@ -46,12 +41,12 @@ def begin_cut(channels: Channels, who: Identity, step: int, folder: str, parent:
 
 def cut_progress(channels: Channels, who: Identity) -> list[CutProgress]:
     request = pb.GetCutProgressRequest(caller=caller_message(who)).SerializeToString()
-    replies = _replies(call_every("EmbeddingShard/GetCutProgress", [(channel, request) for channel in channels]))
+    replies = replies_of(call_every("EmbeddingShard/GetCutProgress", [(channel, request) for channel in channels]))
     return [progress_of(pb.GetCutProgressResponse.FromString(reply)) for reply in replies]
 
 
 def abandon_cut(channels: Channels, who: Identity) -> None:
-    _replies(_abandon(channels, who))
+    replies_of(_abandon(channels, who))
 
 
 def _abandon(channels: Channels, who: Identity) -> list[bytes | FrostlineError]:
@@ -59,29 +54,8 @@ def _abandon(channels: Channels, who: Identity) -> list[bytes | FrostlineError]:
     return call_every("EmbeddingShard/AbandonCut", [(channel, request) for channel in channels])
 
 
-def restore(channels: Channels, who: Identity, folder: str) -> None:
+def restore(channels: Channels, who: Identity, folder: str, anew: Collection[str]) -> None:
     def request(channel: ShardChannel, number: int) -> pb.RestoreRequest:
-        return pb.RestoreRequest(caller=caller_message(who), folder=folder, slice=number)
+        return pb.RestoreRequest(caller=caller_message(who), folder=folder, slice=number, anew=sorted(anew))
 
-    _in_slices("EmbeddingShard/Restore", channels, request, pb.RestoreResponse)
-
-
-def _in_slices(method: str, channels: Channels, request: Sliced, cls: type[Answer]) -> None:
-    """Sends slice after slice to each shard until it is done. An error is raised when all shards have answered, so that
-    none of them is at work then."""
-    waiting, number = list(channels), 0
-    while waiting:
-        requests = [(channel, request(channel, number).SerializeToString()) for channel in waiting]
-        answers = [cls.FromString(reply) for reply in _replies(call_every(method, requests))]
-        waiting = [channel for channel, answer in zip(waiting, answers, strict=True) if not answer.done]
-        number += 1
-
-
-def _replies(outcomes: Sequence[bytes | FrostlineError]) -> list[bytes]:
-    """Raises the first error."""
-    replies = []
-    for outcome in outcomes:
-        if isinstance(outcome, FrostlineError):
-            raise outcome
-        replies.append(outcome)
-    return replies
+    in_slices("EmbeddingShard/Restore", channels, request, pb.RestoreResponse)

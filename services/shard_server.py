@@ -182,7 +182,21 @@ class ShardServicer(_Servicer):
     @_answered
     def Advance(self, request: pb.AdvanceRequest, context: grpc.ServicerContext) -> Message:
         state = self._state
-        return self._run(context, lambda shard: shard_calls.advance(shard, state.answers, state.paths, request))
+
+        def work(shard: Shard) -> Message:
+            answer = shard_calls.advance(shard, state.answers, state.paths, request)
+            if request.HasField("drop_tables"):
+                state.dims = _dims(shard)
+            return answer
+
+        return self._run(context, work)
+
+    @_answered
+    def Meet(self, request: pb.MeetRequest, context: grpc.ServicerContext) -> Message:
+        state = self._state
+        with state.admission.call():
+            later = self._run(context, lambda shard: shard_calls.meet(shard, request))
+            return pb.MeetResponse(words=state.waiting.wait(context, later))
 
     @_answered
     def GetCutProgress(self, request: pb.GetCutProgressRequest, context: grpc.ServicerContext) -> Message:

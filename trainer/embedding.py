@@ -10,6 +10,9 @@ pooling, weighted bags (a weighted mean is sum(w x) / L, as in FBGEMM), empty ba
 not parameters of the module: they live in the store, state_dict() is empty, DDP has nothing to synchronise, and any
 int64 is a row_id.
 
+Between two steps rows may be deleted for good (delete_rows), and tables and features come and go (add_table,
+drop_table, add_feature), by every worker alike; the next batches have the keys of the new features.
+
 A forward in train() mode with gradients enabled is a step: it pulls, which counts as a visit, and one .step() must
 follow. Any other forward (eval(), no_grad()) is a look-up, which changes nothing.
 """
@@ -17,6 +20,7 @@ follow. Any other forward (eval(), no_grad()) is a look-up, which changes nothin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -32,11 +36,12 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from embedding_server.errors import InvalidInput
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
-from embedding_server.store import EmbeddingStore, Identity, Moves, PushAck, UpdateMode
+from embedding_server.store import EmbeddingStore, Erased, Identity, Moves, PushAck, UpdateMode
 from trainer import kernels
 from trainer.advance import reselect, usual_steps_between
 from trainer.lookup_plan import LookupPlan
 from trainer.lookups import Lookups, Table
+from trainer.table_changes import RowIds, TableChanges
 from trainer.table_configs import specs_of_configs
 from trainer.training_steps import OpenStep, StepGradients, TrainingSteps
 
@@ -97,7 +102,6 @@ class _Collection(torch.nn.Module):
     def __init__(
         self,
         configs: Sequence[BaseEmbeddingConfig],
-        tables: Sequence[Table],
         store: EmbeddingStore,
         is_weighted: bool,
         options: CollectionOptions,
@@ -105,24 +109,62 @@ class _Collection(torch.nn.Module):
         super().__init__()
         self.learning_rate = options.get("learning_rate", 0.01)
         self._device = torch.device(options.get("device", "cpu"))
-        optimizer, policy = options.get("optimizer", OptimizerSpec()), options.get("policy", PolicySpec())
-        specs = specs_of_configs(configs, optimizer, policy, options.get("seed", 0), options.get("specs"))
+        self._options = options
+        specs = self._specs_of(configs, options.get("specs"))
         store.create_tables(specs)
+        self._specs = {spec.name: spec for spec in specs}
         identity, last_step = options.get("identity"), options.get("last_step", 0)
-        usual = usual_steps_between(specs) if identity is None else None
-        self._reselect_every = _checked_steps(options.get("reselect_every", usual or 0))
+        self._reselect_every = self._usual_steps_between()
         if identity is None:
             job = options.get("job", "default")
             info = store.begin_epoch(job, 1, options.get("mode", "sync"))
             identity, last_step = Identity(job, info.epoch, 0), info.last_step
-        num_threads = options.get("num_threads", min(torch.get_num_threads(), _MAX_THREADS))
-        is_pooled = isinstance(self, EmbeddingBagCollectionInterface)
-        self._plan = LookupPlan(tables, store, is_pooled, is_weighted, num_threads)
-        decaying = {spec.name: spec.dim for spec in specs if spec.optimizer.weight_decay}
-        self._steps = TrainingSteps(store, self._plan, identity, last_step, decaying)
-        self._store = store
+        self._store, self._is_weighted = store, is_weighted
+        self._lay_out(configs)
+        self._plan = self._new_plan()
+        self._steps = TrainingSteps(store, self._plan, identity, last_step, self._decaying())
+        self._changes = TableChanges(store, self._steps)
         self._reselected_step = last_step
         self._last_lookups: Lookups | None = None
+
+    def _check_config(self, config: BaseEmbeddingConfig) -> None:
+        """InvalidInput if a collection of this kind cannot take it."""
+        raise NotImplementedError
+
+    def _name_outputs(self) -> None:
+        """Notes what outputs there are, by self._configs."""
+        raise NotImplementedError
+
+    def _lay_out(self, configs: Sequence[BaseEmbeddingConfig]) -> None:
+        for config in configs:
+            _feature_names(config)
+        self._configs: list[Any] = list(configs)
+        self._name_outputs()
+
+    def _specs_of(
+        self, configs: Sequence[BaseEmbeddingConfig], specs: Mapping[str, TableSpec] | None
+    ) -> list[TableSpec]:
+        for config in configs:
+            self._check_config(config)
+        optimizer, policy = self._options.get("optimizer", OptimizerSpec()), self._options.get("policy", PolicySpec())
+        return specs_of_configs(configs, optimizer, policy, self._options.get("seed", 0), specs)
+
+    def _new_plan(self) -> LookupPlan:
+        num_threads = self._options.get("num_threads", min(torch.get_num_threads(), _MAX_THREADS))
+        is_pooled = isinstance(self, EmbeddingBagCollectionInterface)
+        tables = [
+            Table(c.name, c.embedding_dim, c.feature_names, is_pooled and c.pooling == PoolingType.MEAN)
+            for c in self._configs
+        ]
+        return LookupPlan(tables, self._store, is_pooled, self._is_weighted, num_threads)
+
+    def _decaying(self) -> dict[str, int]:
+        """Dim of each table with weight decay."""
+        return {name: spec.dim for name, spec in self._specs.items() if spec.optimizer.weight_decay}
+
+    def _usual_steps_between(self) -> int:
+        usual = usual_steps_between(self._specs.values()) if self._options.get("identity") is None else None
+        return _checked_steps(self._options.get("reselect_every", usual or 0))
 
     @property
     def device(self) -> torch.device:
@@ -168,6 +210,59 @@ class _Collection(torch.nn.Module):
         self._reselected_step = step
         return moves
 
+    def delete_rows(self, ids: Mapping[str, RowIds]) -> dict[str, Erased]:
+        """Deletes row_ids for good, by table, as EmbeddingStore.delete_rows; what was there of them, by table.
+
+        This and the next three: between two steps, by every worker with the same arguments. NotReady if a step is open
+        or prefetched, or another worker went on without it; InvalidInput if they differ.
+        """
+        return self._changes.delete_rows(ids)
+
+    def add_table(self, config: BaseEmbeddingConfig, spec: TableSpec | None = None) -> None:
+        """Adds a table, of the collection's optimizer and policy or of a whole spec, behind the others.
+
+        A table of its name and spec that the store has already is taken as it is; another spec is TableConflict.
+        """
+        if config.name in self._specs:
+            raise InvalidInput(f"table {config.name!r} is in the collection already; give every table its own name")
+        spec = self._specs_of([config], {spec.name: spec} if spec is not None else None)[0]
+        _feature_names(config)
+        self._changes.add_table(spec, config)
+        self._change([*self._configs, config], {**self._specs, spec.name: spec})
+
+    def drop_table(self, name: str) -> None:
+        """Drops a table: its rows are gone, its features with it. One table stays."""
+        left = [config for config in self._configs if config.name != name]
+        if name not in self._specs or not left:
+            raise InvalidInput(
+                f"table {name!r} cannot be dropped: the collection has {list(self._specs)}, and one table must stay"
+            )
+        self._changes.drop_table(name)
+        self._change(left, {known: spec for known, spec in self._specs.items() if known != name})
+
+    def add_feature(self, table: str, feature: str) -> None:
+        """Another feature looks up rows of `table`: a row that two of them name in a step has one visit, and the sum of
+        their gradients.
+
+        Its output has the name that TorchRec would give it: `feature`, or `feature@table` if two tables have it.
+        """
+        configs = list(self._configs)
+        at = next((k for k, config in enumerate(configs) if config.name == table), None)
+        if at is None or feature in configs[at].feature_names:
+            what = "is not in the collection" if at is None else f"has feature {feature!r} already"
+            raise InvalidInput(f"table {table!r} {what}; the tables are {list(self._specs)}")
+        self._changes.add_feature(table, feature)
+        # a copy: the config is its owner's
+        configs[at] = replace(configs[at], feature_names=[*configs[at].feature_names, feature])
+        self._change(configs, self._specs)
+
+    def _change(self, configs: Sequence[BaseEmbeddingConfig], specs: dict[str, TableSpec]) -> None:
+        self._specs = specs
+        self._lay_out(configs)
+        self._plan = self._new_plan()
+        self._steps.use(self._plan, self._decaying())
+        self._reselect_every = self._usual_steps_between()
+
     def take_gradients(self, learning_rate: float | None = None) -> StepGradients:
         """step() in two halves, for a loop that pushes in the background: take, then `push` from any thread."""
         return self._steps.take_gradients(self.learning_rate if learning_rate is None else learning_rate)
@@ -212,15 +307,16 @@ class FrostlineEmbeddingBagCollection(_Collection, EmbeddingBagCollectionInterfa
         is_weighted: bool = False,
         **options: Unpack[CollectionOptions],
     ) -> None:
-        for config in tables:
-            if config.pooling not in (PoolingType.SUM, PoolingType.MEAN):
-                raise InvalidInput(f"table {config.name!r}: pooling={config.pooling} must be SUM or MEAN for bags")
-        plan_tables = [Table(c.name, c.embedding_dim, _feature_names(c), c.pooling == PoolingType.MEAN) for c in tables]
-        super().__init__(tables, plan_tables, store, is_weighted, options)
-        self._configs = tables
-        self._is_weighted = is_weighted
-        self._embedding_names = [name for names in get_embedding_names_by_table(tables) for name in names]
-        self._dims = [c.embedding_dim for c in tables for _ in c.feature_names]
+        super().__init__(tables, store, is_weighted, options)
+
+    def _check_config(self, config: BaseEmbeddingConfig) -> None:
+        pooling = getattr(config, "pooling", None)
+        if pooling not in (PoolingType.SUM, PoolingType.MEAN):
+            raise InvalidInput(f"table {config.name!r}: pooling={pooling} must be SUM or MEAN for bags")
+
+    def _name_outputs(self) -> None:
+        self._dims = [c.embedding_dim for c in self._configs for _ in c.feature_names]
+        self._embedding_names = [name for names in get_embedding_names_by_table(self._configs) for name in names]
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         out, _ = self._rows_of(features)
@@ -246,14 +342,19 @@ class FrostlineEmbeddingCollection(_Collection, EmbeddingCollectionInterface):
         need_indices: bool = False,
         **options: Unpack[CollectionOptions],
     ) -> None:
-        dims = {config.embedding_dim for config in tables}
-        if len(dims) != 1:
-            raise InvalidInput(f"the tables have dims {sorted(dims)}; a sequence collection has tables of one dim")
-        plan_tables = [Table(c.name, c.embedding_dim, _feature_names(c)) for c in tables]
-        super().__init__(tables, plan_tables, store, False, options)
-        self._configs = tables
+        if not tables:
+            raise InvalidInput("a collection needs at least one table")
+        self._dim = tables[0].embedding_dim
+        super().__init__(tables, store, False, options)
         self._need_indices = need_indices
-        self._names_by_table = get_embedding_names_by_table(tables)
+
+    def _check_config(self, config: BaseEmbeddingConfig) -> None:
+        if config.embedding_dim != self._dim:
+            dims = sorted({self._dim, config.embedding_dim})
+            raise InvalidInput(f"the tables have dims {dims}; a sequence collection has tables of one dim")
+
+    def _name_outputs(self) -> None:
+        self._names_by_table = get_embedding_names_by_table(self._configs)
         self._embedding_names = [name for names in self._names_by_table for name in names]
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:

@@ -123,6 +123,7 @@ _MOVES: _Columns = {
     "thawed: visit": lambda d: f"{d['moves']['thawed_visit']:,}",
     "rank ": lambda d: f"{d['moves']['thawed_rank']:,}",
     "forgotten": lambda d: f"{d['moves']['forgotten']:,}",
+    "erased": lambda d: _erased(d["rows"]["erased"], d["bytes"]["erasure_pending"]),
     "unfreezable now": lambda d: f"{d['rows']['unfreezable']:,}",
 }
 _TRAFFIC: _Columns = {
@@ -159,6 +160,11 @@ def _table(title: str, columns: _Columns, tables: Mapping[str, Any], total: Mapp
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
+
+
+def _erased(rows: int, pending: int) -> str:
+    """With the bytes of segments that may still hold some of the rows."""
+    return f"{rows:,}" + (f" ({bytes_text(pending)} pending)" if pending else "")
 
 
 def _saved(traffic: Mapping[str, int]) -> str:

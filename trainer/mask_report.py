@@ -18,8 +18,8 @@ import numpy as np
 from embedding_server.spec import TableSpec
 from embedding_server.store import HEAT_BAND_OF_ONE, NUM_HEAT_BANDS, MaskInfo, TableStats
 
-_ROWS = ("hot", "frozen", "probation", "unfreezable", "ignored", "default_reads")
-_BYTES = ("total", "peak", "hot", "state", "frozen", "index", "heat")
+_ROWS = ("hot", "frozen", "probation", "unfreezable", "ignored", "default_reads", "erased")
+_BYTES = ("total", "peak", "hot", "state", "frozen", "index", "heat", "erasure_pending")
 _MOVES = (
     "frozen", "frozen_idle", "frozen_rank", "frozen_limit", "thawed", "thawed_visit", "thawed_rank", "forgotten",
 )  # fmt: skip

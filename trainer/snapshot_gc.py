@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from embedding_server.errors import SegmentCorrupt
@@ -101,6 +101,8 @@ class Removal:
     objects: int
     bytes: int
     notes: list[str]
+    rewritten: list[str] = field(default_factory=list)  # of --erase (snapshot_erase.py)
+    unerased: list[str] = field(default_factory=list)
 
 
 def collect(folder: Path, keep: int, min_age_s: float, *, dry_run: bool = False) -> Removal:
@@ -111,24 +113,32 @@ def collect(folder: Path, keep: int, min_age_s: float, *, dry_run: bool = False)
     manifest in which something was written less than `min_age_s` ago stays, and all segment files with it.
     """
     with alone_in(folder):
-        old, notes = _old_cuts(folder, keep, min_age_s)
-        kept = [cut for cut in cuts_in(folder) if cut not in old]
-        freed = sum(size_of_tree(folder / cut.folder) for cut in old)
-        objects = unused_objects(folder, kept)
-        if objects is None:
-            notes.append("no segment file was removed, for a snapshot that stays does not say which ones it needs")
-        freed += sum(path.lstat().st_size for path in objects or ())
-        if not dry_run:
-            for cut in reversed(old):  # deltas before what they are deltas of
-                remove_cut(folder / cut.folder)
-            for path in objects or ():
-                path.unlink(missing_ok=True)
+        return collect_alone(folder, keep, min_age_s, dry_run=dry_run)
+
+
+def collect_alone(folder: Path, keep: int, min_age_s: float, *, dry_run: bool) -> Removal:
+    """collect, for one who holds the folder's lock."""
+    _, old, notes = kept_and_old(folder, keep, min_age_s)
+    kept = [cut for cut in cuts_in(folder) if cut not in old]
+    freed = sum(size_of_tree(folder / cut.folder) for cut in old)
+    objects = unused_objects(folder, kept)
+    if objects is None:
+        notes.append("no segment file was removed, for a snapshot that stays does not say which ones it needs")
+    freed += sum(path.lstat().st_size for path in objects or ())
+    if not dry_run:
+        for cut in reversed(old):  # deltas before what they are deltas of
+            remove_cut(folder / cut.folder)
+        for path in objects or ():
+            path.unlink(missing_ok=True)
     return Removal(
         str(folder), [cut.folder for cut in kept], [cut.folder for cut in old], len(objects or ()), freed, notes
     )
 
 
-def _old_cuts(folder: Path, keep: int, min_age_s: float) -> tuple[list[CutName], list[str]]:
+def kept_and_old(folder: Path, keep: int, min_age_s: float) -> tuple[list[CutName], list[CutName], list[str]]:
+    """(the newest complete cuts, oldest first; what is to go; why other cuts stay, which is neither).
+
+    What a kept one is a delta of, and is not kept itself, is in neither list."""
     cuts, notes = cuts_in(folder), []
     complete, damaged, garbage = [], [], []
     for cut in cuts:
@@ -147,4 +157,4 @@ def _old_cuts(folder: Path, keep: int, min_age_s: float) -> tuple[list[CutName],
             notes.append(f"{cut.folder} stays for whoever looks into it: {error}")
     needed = set().union(*(needed_by(folder, [cut]) or set() for cut in [*complete[-keep:], *damaged]))
     old = [cut for cut in complete[:-keep] if cut not in needed]
-    return sorted([*old, *garbage]), notes
+    return complete[-keep:], sorted([*old, *garbage]), notes

@@ -89,14 +89,20 @@ class TrainingSteps:
     ) -> None:
         """decaying: dim of each table with weight decay, whose learning rate every Push carries to every shard."""
         self.who = who
-        self._no_gradients = {name: _no_gradients(store, dim) for name, dim in (decaying or {}).items()}
         self._store = store
-        self._plan = plan
         self._lock = threading.Lock()  # guards the four below
         self._announced: deque[tuple[KeyedJaggedTensor, Lookups]] = deque(maxlen=MAX_ANNOUNCED)
         self._pulled_step = last_step
         self._ahead: deque[tuple[KeyedJaggedTensor, OpenStep]] = deque()
         self._open: deque[OpenStep] = deque()
+        self.use(plan, decaying or {})
+
+    def use(self, plan: LookupPlan, decaying: Mapping[str, int]) -> None:
+        """From here on, between two steps, batches go by this plan; what was announced is routed anew."""
+        self._no_gradients = {name: _no_gradients(self._store, dim) for name, dim in decaying.items()}
+        self._plan = plan
+        with self._lock:
+            self._announced.clear()
 
     @property
     def last_pulled_step(self) -> int:

@@ -21,11 +21,22 @@ class CutShards:
     """One worker. `between` is called between all calls of the shards."""
 
     def __init__(
-        self, specs: list[TableSpec], num_shards: int = 1, *, mode: str = "sync", will_restore: bool = False, **options
+        self,
+        specs: list[TableSpec],
+        num_shards: int = 1,
+        *,
+        mode: str = "sync",
+        will_restore: bool = False,
+        folder: Path | None = None,
+        **options,
     ) -> None:
+        """folder: where each shard has a data_dir; None: temporary ones."""
         self.specs, self.mode, self.epoch = {spec.name: spec for spec in specs}, mode, 1
         self.owner = np.arange(NUM_BUCKETS) % num_shards
-        self.shards = [Shard(buckets=self.owner == s, **options) for s in range(num_shards)]
+        self.shards = [
+            Shard(buckets=self.owner == s, data_dir=folder / str(s) if folder else None, **options)
+            for s in range(num_shards)
+        ]
         self.between: Callable[[Shard], None] = lambda shard: None
         self.step = 0
         for shard in self.shards:

@@ -179,6 +179,42 @@ def test_everything_that_does_not_fit_is_listed_at_once(tmp_path: Path) -> None:
         _restored(folder, [moved])
 
 
+def test_tables_that_were_added_or_dropped_after_a_cut(tmp_path: Path) -> None:
+    old, new = spec_of(name="old"), spec_of(name="new")
+    with CutShards([old], 2) as shards:
+        shards.train(np.arange(40))
+        before, at_before = shards.cut(tmp_path / "job"), shards.state()
+        for shard in shards.shards:
+            shard.create_tables([new])
+        shards.specs["new"] = new
+        shards.train(np.arange(20, 60))
+        after, at_after = shards.cut(tmp_path / "job"), shards.state()
+
+        shards.begin(2, will_restore=True)
+        with pytest.raises(InvalidInput, match="'new' is not in the snapshot: name it among those that begin anew"):
+            shards.restore(before)
+        with pytest.raises(InvalidInput, match="'none', which is to begin anew, does not exist here"):
+            shards.shards[0].restore(shards.who, before, ["new", "none"])
+        assert shards.tables("new")[0].slots.num_taken > 0
+        for shard in shards.shards:
+            while not shard.restore(shards.who, before, ["new"]):
+                pass
+        assert shards.state()["old"] == at_before["old"]
+        assert all(table.stats().rows_hot == 0 for table in shards.tables("new"))
+
+        shards.begin(3, will_restore=True)
+        shards.restore(after)
+        assert shards.state() == at_after
+    with CutShards([old], 1, will_restore=True) as shards:  # as after `new` was dropped
+        with pytest.raises(InvalidInput, match="table 'new' of the snapshot does not exist here"):
+            shards.restore(after)
+        for shard in shards.shards:
+            shard.create_tables([new])
+        shards.specs["new"] = new
+        shards.restore(after)
+        assert shards.state() == at_after
+
+
 def test_rows_without_room_are_refused(tmp_path: Path) -> None:
     with CutShards([spec_of(PolicySpec(kind="off"))]) as shards:
         shards.train(np.arange(40_000, dtype=np.int64))

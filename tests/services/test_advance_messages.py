@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from embedding_server.store import NUM_RANK_BINS, Frostline, HeatHistogram, MaskInfo, Moves, TableStats
+from embedding_server.errors import InvalidInput
+from embedding_server.store import NUM_RANK_BINS, Erased, Frostline, HeatHistogram, MaskInfo, Moves, TableStats
 from frostline.v1 import embedding_pb2 as pb
 from services import advance_messages as messages
 
@@ -17,6 +18,27 @@ def test_moves_frostlines_and_stats_survive_the_wire() -> None:
     assert (messages.frostline_of(pb.Frostline.FromString(sent.SerializeToString())), sent.table) == (line, "t")
     stats = messages.stats_message("t", STATS)
     assert messages.stats_of(pb.TableMaskInfo.FromString(stats.SerializeToString())) == STATS
+
+
+def test_row_ids_to_delete_and_what_was_there_survive_the_wire() -> None:
+    ids = {"t": np.array([-(2**63), 7, 2**63 - 1]), "none": np.empty(0, np.int64)}
+    sent = pb.DeleteRows.FromString(messages.delete_rows_message(ids, True, 3).SerializeToString())
+    assert (sent.is_last, sent.slice) == (True, 3)
+    got = messages.ids_to_delete(sent)
+    assert list(got) == ["t", "none"]
+    assert all(np.array_equal(got[name], ids[name]) for name in ids)
+    erased = Erased(1, 2, 3, 2**40)
+    assert messages.erased_of(pb.ErasedRows.FromString(messages.erased_message("t", erased).SerializeToString())) == (
+        erased
+    )
+    for wrong in (
+        pb.DeleteRows(tables=[pb.TableIds(table="t", num_rows=2)], row_ids=b"12345678"),
+        pb.DeleteRows(tables=[pb.TableIds(table="t", num_rows=1)], row_ids=b"1234567"),
+        pb.DeleteRows(tables=[pb.TableIds(table="t", num_rows=1)] * 2, row_ids=b"1234567812345678"),
+    ):
+        with pytest.raises(InvalidInput, match="send 8 bytes a row, and each table once"):
+            messages.ids_to_delete(wrong)
+    assert messages.ids_to_delete(pb.DeleteRows()) == {}
 
 
 def test_histograms_survive_the_wire() -> None:

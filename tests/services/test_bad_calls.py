@@ -111,6 +111,11 @@ def lookup(row_ids: np.ndarray = IDS, **changes: Any) -> pb.LookupRequest:
     return pb.LookupRequest(**fields | changes)
 
 
+def delete(step: int = 1, table: str = "user", row_ids: bytes = b"12345678") -> pb.AdvanceRequest:
+    action = pb.DeleteRows(tables=[pb.TableIds(table=table, num_rows=1)], row_ids=row_ids, is_last=True)
+    return pb.AdvanceRequest(caller=caller(), step=step, delete_rows=action)
+
+
 def cut(**changes: Any) -> pb.AdvanceRequest:
     fields = {"caller": caller(), "step": 1} | {key: changes.pop(key) for key in ("caller", "step") if key in changes}
     action = {"folder": f"/nowhere/job/{CUT}", "shard_index": 0, "num_shards": 2} | changes
@@ -260,6 +265,22 @@ BAD_CALLS: dict[str, tuple[str, Any, grpc.StatusCode, list[str]]] = {
         ["first_bucket=1024", "[0, 1024)"],
     ),
     # Cuts
+    "delete: step under way": ("Advance", delete(), PRECONDITION, ["step 1", "pulled"]),
+    "delete: unknown table": ("Advance", delete(step=2, table="x"), PRECONDITION, ["step 2", "applied"]),
+    "delete: half a row_id": ("Advance", delete(row_ids=b"1234"), INVALID, ["4 bytes of row_ids for 1 rows"]),
+    "drop: step under way": (
+        "Advance",
+        pb.AdvanceRequest(**DONE_STEP_1, drop_tables=pb.DropTables(tables=["user"])),
+        PRECONDITION,
+        ["step 1", "pulled"],
+    ),
+    "meet: step under way": (
+        "Meet",
+        pb.MeetRequest(**DONE_STEP_1, topic="drop"),
+        PRECONDITION,
+        ["worker 0", "has pulled step 2"],
+    ),
+    "meet: old epoch": ("Meet", pb.MeetRequest(caller=caller(epoch=0), step=1), ABORTED, ["epoch 0"]),
     "cut: no folder": ("Advance", cut(folder=""), INVALID, ["folder ''", "absolute path"]),
     "cut: relative folder": ("Advance", cut(folder=f"job/{CUT}"), INVALID, ["folder 'job/", "absolute path"]),
     "cut: way up": ("Advance", cut(folder=f"/tmp/../etc/{CUT}"), INVALID, ["'/tmp/../etc/", "'..'"]),

@@ -10,7 +10,8 @@ from trainer.mask_report import ControlReport, Snapshot, Traffic
 
 USER = TableStats(
     rows_hot=30, rows_frozen=70, rows_unfreezable=2, bytes_hot=300, bytes_index=50, bytes_peak=900, moves_frozen=80,
-    moves_frozen_idle=60, moves_frozen_rank=20, moves_thawed=9, moves_thawed_visit=9, moves_forgotten=4,
+    moves_frozen_idle=60, moves_frozen_rank=20, moves_thawed=9, moves_thawed_visit=9, moves_forgotten=4, rows_erased=5,
+    bytes_erasure_pending=4096,
 )  # fmt: skip
 FILM = TableStats(rows_hot=10, bytes_hot=100, bytes_peak=100)
 

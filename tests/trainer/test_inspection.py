@@ -61,7 +61,7 @@ def test_people_see_rows_bytes_moves_ranks_heat_and_events():
     assert "job, arm topk: step 50, 5,000 samples" in text
     user = [line for line in text.splitlines() if "user" in line]
     assert all(part in user[0] for part in ("topk", "30", "75%", "70", "300 B", "350 B", "900 B"))
-    assert all(part in user[1] for part in ("60", "20", "9", "4", "2"))
+    assert all(part in user[1] for part in ("60", "20", "9", "4", "5 (4.10 kB pending)", "2"))
     assert all(part in user[2] for part in ("1.5", "75.0%", "0.12", "600", "300 (33%)", "12.00 kB"))
     assert all(part in user[3] for part in ("+0.0040", "+0.0030", "+0.0050", "5,000", "0.002", "too much is lost"))
     assert "table 'user' holds 75% of all hot rows" in text

@@ -26,10 +26,10 @@ def test_the_document_is_json_and_says_everything_of_a_table():
     assert user["policy"] == PolicySpec(kind="topk").model_dump(mode="json")
     assert (user["dim"], user["optimizer"]) == (8, "adam")
     assert user["rows"] == {
-        "hot": 30, "frozen": 70, "probation": 0, "unfreezable": 2, "ignored": 0, "default_reads": 0,
+        "hot": 30, "frozen": 70, "probation": 0, "unfreezable": 2, "ignored": 0, "default_reads": 0, "erased": 5,
     }  # fmt: skip
     assert user["bytes"] == {
-        "total": 350, "peak": 900, "hot": 300, "state": 0, "frozen": 0, "index": 50, "heat": 0,
+        "total": 350, "peak": 900, "hot": 300, "state": 0, "frozen": 0, "index": 50, "heat": 0, "erasure_pending": 4096,
     }  # fmt: skip
     assert user["moves"] == {
         "frozen": 80, "frozen_idle": 60, "frozen_rank": 20, "frozen_limit": 0, "thawed": 9, "thawed_visit": 9,

@@ -343,33 +343,93 @@ class BeginCut(_message.Message):
     parent: str
     def __init__(self, folder: _Optional[str] = ..., shard_index: _Optional[int] = ..., num_shards: _Optional[int] = ..., slice: _Optional[int] = ..., parent: _Optional[str] = ...) -> None: ...
 
+class DeleteRows(_message.Message):
+    __slots__ = ("tables", "row_ids", "is_last", "slice")
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    ROW_IDS_FIELD_NUMBER: _ClassVar[int]
+    IS_LAST_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    tables: _containers.RepeatedCompositeFieldContainer[TableIds]
+    row_ids: bytes
+    is_last: bool
+    slice: int
+    def __init__(self, tables: _Optional[_Iterable[_Union[TableIds, _Mapping]]] = ..., row_ids: _Optional[bytes] = ..., is_last: _Optional[bool] = ..., slice: _Optional[int] = ...) -> None: ...
+
+class DropTables(_message.Message):
+    __slots__ = ("tables", "slice")
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    tables: _containers.RepeatedScalarFieldContainer[str]
+    slice: int
+    def __init__(self, tables: _Optional[_Iterable[str]] = ..., slice: _Optional[int] = ...) -> None: ...
+
+class ErasedRows(_message.Message):
+    __slots__ = ("table", "hot", "frozen", "waiting", "unknown")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    HOT_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    hot: int
+    frozen: int
+    waiting: int
+    unknown: int
+    def __init__(self, table: _Optional[str] = ..., hot: _Optional[int] = ..., frozen: _Optional[int] = ..., waiting: _Optional[int] = ..., unknown: _Optional[int] = ...) -> None: ...
+
 class AdvanceRequest(_message.Message):
-    __slots__ = ("caller", "step", "collect_heat", "reselect", "end_data_pass", "begin_cut")
+    __slots__ = ("caller", "step", "collect_heat", "reselect", "end_data_pass", "begin_cut", "delete_rows", "drop_tables")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     COLLECT_HEAT_FIELD_NUMBER: _ClassVar[int]
     RESELECT_FIELD_NUMBER: _ClassVar[int]
     END_DATA_PASS_FIELD_NUMBER: _ClassVar[int]
     BEGIN_CUT_FIELD_NUMBER: _ClassVar[int]
+    DELETE_ROWS_FIELD_NUMBER: _ClassVar[int]
+    DROP_TABLES_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     step: int
     collect_heat: CollectHeat
     reselect: Reselect
     end_data_pass: EndDataPass
     begin_cut: BeginCut
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., collect_heat: _Optional[_Union[CollectHeat, _Mapping]] = ..., reselect: _Optional[_Union[Reselect, _Mapping]] = ..., end_data_pass: _Optional[_Union[EndDataPass, _Mapping]] = ..., begin_cut: _Optional[_Union[BeginCut, _Mapping]] = ...) -> None: ...
+    delete_rows: DeleteRows
+    drop_tables: DropTables
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., collect_heat: _Optional[_Union[CollectHeat, _Mapping]] = ..., reselect: _Optional[_Union[Reselect, _Mapping]] = ..., end_data_pass: _Optional[_Union[EndDataPass, _Mapping]] = ..., begin_cut: _Optional[_Union[BeginCut, _Mapping]] = ..., delete_rows: _Optional[_Union[DeleteRows, _Mapping]] = ..., drop_tables: _Optional[_Union[DropTables, _Mapping]] = ...) -> None: ...
 
 class AdvanceResponse(_message.Message):
-    __slots__ = ("histograms", "moves", "done", "next_bucket")
+    __slots__ = ("histograms", "moves", "done", "next_bucket", "erased")
     HISTOGRAMS_FIELD_NUMBER: _ClassVar[int]
     MOVES_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     NEXT_BUCKET_FIELD_NUMBER: _ClassVar[int]
+    ERASED_FIELD_NUMBER: _ClassVar[int]
     histograms: _containers.RepeatedCompositeFieldContainer[HeatHistogram]
     moves: _containers.RepeatedCompositeFieldContainer[Moves]
     done: bool
     next_bucket: int
-    def __init__(self, histograms: _Optional[_Iterable[_Union[HeatHistogram, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[Moves, _Mapping]]] = ..., done: _Optional[bool] = ..., next_bucket: _Optional[int] = ...) -> None: ...
+    erased: _containers.RepeatedCompositeFieldContainer[ErasedRows]
+    def __init__(self, histograms: _Optional[_Iterable[_Union[HeatHistogram, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[Moves, _Mapping]]] = ..., done: _Optional[bool] = ..., next_bucket: _Optional[int] = ..., erased: _Optional[_Iterable[_Union[ErasedRows, _Mapping]]] = ...) -> None: ...
+
+class MeetRequest(_message.Message):
+    __slots__ = ("caller", "step", "number", "topic", "words")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TOPIC_FIELD_NUMBER: _ClassVar[int]
+    WORDS_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    step: int
+    number: int
+    topic: str
+    words: str
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., number: _Optional[int] = ..., topic: _Optional[str] = ..., words: _Optional[str] = ...) -> None: ...
+
+class MeetResponse(_message.Message):
+    __slots__ = ("words",)
+    WORDS_FIELD_NUMBER: _ClassVar[int]
+    words: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, words: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetCutProgressRequest(_message.Message):
     __slots__ = ("caller",)
@@ -402,14 +462,16 @@ class AbandonCutResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class RestoreRequest(_message.Message):
-    __slots__ = ("caller", "folder", "slice")
+    __slots__ = ("caller", "folder", "slice", "anew")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
+    ANEW_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     folder: str
     slice: int
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., folder: _Optional[str] = ..., slice: _Optional[int] = ...) -> None: ...
+    anew: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., folder: _Optional[str] = ..., slice: _Optional[int] = ..., anew: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RestoreResponse(_message.Message):
     __slots__ = ("done",)
@@ -426,7 +488,7 @@ class GetMaskInfoRequest(_message.Message):
     def __init__(self, with_heat: _Optional[bool] = ..., first_bucket: _Optional[int] = ...) -> None: ...
 
 class TableMaskInfo(_message.Message):
-    __slots__ = ("table", "rows_hot", "rows_frozen", "rows_probation", "rows_unfreezable", "rows_default_reads", "rows_ignored", "bytes_hot", "bytes_state", "bytes_frozen", "bytes_index", "bytes_heat", "moves_frozen", "moves_thawed", "bytes_peak", "moves_frozen_idle", "moves_frozen_rank", "moves_frozen_limit", "moves_thawed_visit", "moves_thawed_rank", "moves_forgotten", "heat_counts_hot", "heat_counts_frozen", "frostline", "rows_ranked", "rows_ranked_before")
+    __slots__ = ("table", "rows_hot", "rows_frozen", "rows_probation", "rows_unfreezable", "rows_default_reads", "rows_ignored", "bytes_hot", "bytes_state", "bytes_frozen", "bytes_index", "bytes_heat", "moves_frozen", "moves_thawed", "bytes_peak", "moves_frozen_idle", "moves_frozen_rank", "moves_frozen_limit", "moves_thawed_visit", "moves_thawed_rank", "moves_forgotten", "heat_counts_hot", "heat_counts_frozen", "frostline", "rows_ranked", "rows_ranked_before", "rows_erased", "bytes_erasure_pending")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     ROWS_HOT_FIELD_NUMBER: _ClassVar[int]
     ROWS_FROZEN_FIELD_NUMBER: _ClassVar[int]
@@ -453,6 +515,8 @@ class TableMaskInfo(_message.Message):
     FROSTLINE_FIELD_NUMBER: _ClassVar[int]
     ROWS_RANKED_FIELD_NUMBER: _ClassVar[int]
     ROWS_RANKED_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_ERASED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_ERASURE_PENDING_FIELD_NUMBER: _ClassVar[int]
     table: str
     rows_hot: int
     rows_frozen: int
@@ -479,7 +543,9 @@ class TableMaskInfo(_message.Message):
     frostline: Frostline
     rows_ranked: int
     rows_ranked_before: int
-    def __init__(self, table: _Optional[str] = ..., rows_hot: _Optional[int] = ..., rows_frozen: _Optional[int] = ..., rows_probation: _Optional[int] = ..., rows_unfreezable: _Optional[int] = ..., rows_default_reads: _Optional[int] = ..., rows_ignored: _Optional[int] = ..., bytes_hot: _Optional[int] = ..., bytes_state: _Optional[int] = ..., bytes_frozen: _Optional[int] = ..., bytes_index: _Optional[int] = ..., bytes_heat: _Optional[int] = ..., moves_frozen: _Optional[int] = ..., moves_thawed: _Optional[int] = ..., bytes_peak: _Optional[int] = ..., moves_frozen_idle: _Optional[int] = ..., moves_frozen_rank: _Optional[int] = ..., moves_frozen_limit: _Optional[int] = ..., moves_thawed_visit: _Optional[int] = ..., moves_thawed_rank: _Optional[int] = ..., moves_forgotten: _Optional[int] = ..., heat_counts_hot: _Optional[bytes] = ..., heat_counts_frozen: _Optional[bytes] = ..., frostline: _Optional[_Union[Frostline, _Mapping]] = ..., rows_ranked: _Optional[int] = ..., rows_ranked_before: _Optional[int] = ...) -> None: ...
+    rows_erased: int
+    bytes_erasure_pending: int
+    def __init__(self, table: _Optional[str] = ..., rows_hot: _Optional[int] = ..., rows_frozen: _Optional[int] = ..., rows_probation: _Optional[int] = ..., rows_unfreezable: _Optional[int] = ..., rows_default_reads: _Optional[int] = ..., rows_ignored: _Optional[int] = ..., bytes_hot: _Optional[int] = ..., bytes_state: _Optional[int] = ..., bytes_frozen: _Optional[int] = ..., bytes_index: _Optional[int] = ..., bytes_heat: _Optional[int] = ..., moves_frozen: _Optional[int] = ..., moves_thawed: _Optional[int] = ..., bytes_peak: _Optional[int] = ..., moves_frozen_idle: _Optional[int] = ..., moves_frozen_rank: _Optional[int] = ..., moves_frozen_limit: _Optional[int] = ..., moves_thawed_visit: _Optional[int] = ..., moves_thawed_rank: _Optional[int] = ..., moves_forgotten: _Optional[int] = ..., heat_counts_hot: _Optional[bytes] = ..., heat_counts_frozen: _Optional[bytes] = ..., frostline: _Optional[_Union[Frostline, _Mapping]] = ..., rows_ranked: _Optional[int] = ..., rows_ranked_before: _Optional[int] = ..., rows_erased: _Optional[int] = ..., bytes_erasure_pending: _Optional[int] = ...) -> None: ...
 
 class GetMaskInfoResponse(_message.Message):
     __slots__ = ("tables", "events", "next_bucket")

@@ -90,6 +90,11 @@ class EmbeddingShardStub:
                 request_serializer=frostline_dot_v1_dot_embedding__pb2.GetMaskInfoRequest.SerializeToString,
                 response_deserializer=frostline_dot_v1_dot_embedding__pb2.GetMaskInfoResponse.FromString,
                 _registered_method=True)
+        self.Meet = channel.unary_unary(
+                '/frostline.v1.EmbeddingShard/Meet',
+                request_serializer=frostline_dot_v1_dot_embedding__pb2.MeetRequest.SerializeToString,
+                response_deserializer=frostline_dot_v1_dot_embedding__pb2.MeetResponse.FromString,
+                _registered_method=True)
         self.Prefetch = channel.unary_unary(
                 '/frostline.v1.EmbeddingShard/Prefetch',
                 request_serializer=frostline_dot_v1_dot_embedding__pb2.PrefetchRequest.SerializeToString,
@@ -144,8 +149,8 @@ class EmbeddingShardServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Advance(self, request, context):
-        """The barrier between two steps: collects heat, freezes and thaws, forgets, or begins a cut. Repeat slices until
-        `done`.
+        """The barrier between two steps: collects heat, freezes and thaws, forgets, deletes rows, drops tables, or begins a
+        cut. Repeat slices until `done`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -175,6 +180,14 @@ class EmbeddingShardServicer:
 
     def GetMaskInfo(self, request, context):
         """Rows and bytes of every table by state, and on demand rows by heat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Meet(self, request, context):
+        """Waits until every worker of the job has called it at the same step, and tells each what all of them said. An error
+        for all if they have not come for the same: so that what all must do alike is done by all or none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -244,6 +257,11 @@ def add_EmbeddingShardServicer_to_server(servicer, server):
                     servicer.GetMaskInfo,
                     request_deserializer=frostline_dot_v1_dot_embedding__pb2.GetMaskInfoRequest.FromString,
                     response_serializer=frostline_dot_v1_dot_embedding__pb2.GetMaskInfoResponse.SerializeToString,
+            ),
+            'Meet': grpc.unary_unary_rpc_method_handler(
+                    servicer.Meet,
+                    request_deserializer=frostline_dot_v1_dot_embedding__pb2.MeetRequest.FromString,
+                    response_serializer=frostline_dot_v1_dot_embedding__pb2.MeetResponse.SerializeToString,
             ),
             'Prefetch': grpc.unary_unary_rpc_method_handler(
                     servicer.Prefetch,
@@ -549,6 +567,33 @@ class EmbeddingShard:
             '/frostline.v1.EmbeddingShard/GetMaskInfo',
             frostline_dot_v1_dot_embedding__pb2.GetMaskInfoRequest.SerializeToString,
             frostline_dot_v1_dot_embedding__pb2.GetMaskInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Meet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/frostline.v1.EmbeddingShard/Meet',
+            frostline_dot_v1_dot_embedding__pb2.MeetRequest.SerializeToString,
+            frostline_dot_v1_dot_embedding__pb2.MeetResponse.FromString,
             options,
             channel_credentials,
             insecure,
