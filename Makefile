@@ -8,9 +8,10 @@ SETUP := $(VENV)/.frostline-set-up
 JOB ?= examples/movielens.yaml
 WORKLOAD ?= all
 ARGS ?=
+SEEDS ?= 25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test slow check format proto bench capacity quality quality-smoke tune-check gpu-check clean
+.PHONY: help setup train test slow chaos check format proto bench capacity quality quality-smoke tune-check gpu-check clean
 
 help: ## lists the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,6 +33,10 @@ test: $(SETUP) ## runs the tests: ARGS="-k heat"
 slow: $(SETUP) ## runs the tests that take minutes
 	@echo "slow: pytest -m slow $(ARGS)"
 	@$(BIN)/python -m pytest -m slow $(ARGS) || [ $$? -eq 5 ] # 5: there are none
+
+chaos: $(SETUP) ## kills shards, workers, drivers and clients at random moments: SEEDS=25 of each
+	@echo "chaos: pytest tests/chaos/test_kill_*.py, $(SEEDS) seeds $(ARGS)"
+	@FROSTLINE_CHAOS_SEEDS=$(SEEDS) $(BIN)/python -m pytest -m "slow or not slow" tests/chaos/test_kill_*.py $(ARGS)
 
 check: $(SETUP) ## lints, checks formatting, types and generated code
 	@echo "check: ruff check"

@@ -87,7 +87,7 @@ def _train(job: Job, console: Console, resume: bool) -> tuple[dict[str, Any], Su
     from dataclasses import asdict
 
     from services.train_job import SummaryNotWritten, bias_only, run_job
-    from trainer.report import ProgressShow, bias_only_line, claim_lines, event_lines, final_table
+    from trainer.report import ProgressShow, bias_only_line, claim_lines, event_lines, final_table, restart_lines
 
     folder = job.trainer.output_dir / job.name
     console.print(f"job {job.name!r}: arms {', '.join(job.arm_jobs())}; results in {folder}", highlight=False)
@@ -100,7 +100,12 @@ def _train(job: Job, console: Console, resume: bool) -> tuple[dict[str, Any], Su
         show.say("fitting the bias-only logistic regression")
         bias = bias_only(job)
     console.print(final_table(arms))
-    last_lines = [*event_lines(arms), *([bias_only_line(bias)] if bias else []), *claim_lines(arms)]
+    last_lines = [
+        *event_lines(arms),
+        *restart_lines(arms),
+        *([bias_only_line(bias)] if bias else []),
+        *claim_lines(arms),
+    ]
     last_lines += _where(folder, has_summary=unwritten is None)
     for line in last_lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
     job.json, summary.json                                                    of the run
     <arm>/shard-<i>.log, <arm>/events.out.tfevents.*, <arm>/mask_info.json    of each arm
+    <arm>/failures.json                                                       of an arm that lost a process
     _former/                                                                  the same of the last run that has results
 
 A run has results from its first summary.json on. Until then those of the run before lie in _former/, whole: a run that
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from embedding_server.errors import InvalidInput
+from trainer.failures import FAILURES_FILE
 from trainer.mask_report import MASK_FILE
 from trainer.report import ArmSummary, write_summary
 
@@ -23,7 +25,7 @@ SUMMARY_FILE, JOB_FILE = "summary.json", "job.json"
 #: no arm has such a name: they begin with a letter or a digit
 FORMER = "_former"
 _PART = "_former.part"  # of a move that is under way
-_OWN = (SUMMARY_FILE, JOB_FILE, "*/events.out.tfevents.*", "*/shard-*.log", f"*/{MASK_FILE}")
+_OWN = (SUMMARY_FILE, JOB_FILE, "*/events.out.tfevents.*", "*/shard-*.log", f"*/{MASK_FILE}", f"*/{FAILURES_FILE}")
 
 
 class RunFolder:

@@ -6,7 +6,8 @@
     store remote, launch external   shards that run already (one arm only: a second one would find the first one's rows)
     store inproc                    neither servers nor Ray
 
-A worker that raises or dies, and a shard that ends, fail the job: JobFailed says which, why, and where to read on.
+A worker that dies and a shard that ends are recovered from (recovery.py), if the job leaves snapshots. What cannot be
+mended fails the job: JobFailed says which, why, and where to read on.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from embedding_server.errors import FrostlineError, InvalidInput, StoreUnavailable
+from embedding_server.errors import FrostlineError, InvalidInput
 from services.allocator import set_allocator
 from services.local_shards import LocalShards, start_shards
 from services.ray_group import RayGroup, ray_group
+from services.recovery import ForeignShards, JobFailed, OwnShards, Recovery
 from services.run_folder import RunFolder
 from trainer.job import Job, resolved_json
 from trainer.report import ArmSummary, Progress
+from trainer.snapshot_search import find_snapshot, wait_for_end_of_training
 
 if TYPE_CHECKING:
     from trainer.metrics import Metrics
 
+__all__ = ["JobFailed", "SummaryNotWritten", "run_job"]
+
 Show = Callable[[Progress], None]
 Say = Callable[[str], None]
-
-
-class JobFailed(FrostlineError):
-    """An arm did not finish. What the arms before it gave stands in summary.json."""
 
 
 class SummaryNotWritten(FrostlineError):
@@ -87,11 +88,10 @@ def _write_summary(folder: RunFolder, results: dict[str, ArmSummary]) -> Summary
 
 def find_cuts(arms: Mapping[str, Job], say: Say) -> dict[str, Path]:
     """The cut that each arm goes on from. InvalidInput, naming the folder, if no arm has one."""
-    from trainer.resume import find_snapshot
-
     found: dict[str, Path] = {}
     missing: dict[str, InvalidInput] = {}
     for arm, job in arms.items():
+        wait_for_end_of_training(job, arm)
         try:
             found[arm] = find_snapshot(job, arm)
         except InvalidInput as error:
@@ -151,11 +151,12 @@ def run_arm(
     assert ray is not None
     if servers.launch == "external":
         say(f"{arm}: trains with {_workers_text(arm_job)} and the shards at {', '.join(servers.addresses)}")
-        return _run_on_ray(arm_job, arm, folder, ray, servers.addresses, lambda: None, show, resume_from)
+        foreign = ForeignShards(servers.addresses)
+        return Recovery(arm_job, arm, folder / arm, foreign, ray, show, say, resume_from).run()
     shards_text = "1 new shard" if servers.num_shards == 1 else f"{servers.num_shards} new shards"
     say(f"{arm}: trains with {_workers_text(arm_job)} and {shards_text}")
     with _local_shards(arm_job, arm, folder) as shards:
-        return _run_on_ray(arm_job, arm, folder, ray, shards.addresses, shards.check, show, resume_from)
+        return Recovery(arm_job, arm, folder / arm, OwnShards(shards), ray, show, say, resume_from).run()
 
 
 def _workers_text(job: Job) -> str:
@@ -182,27 +183,6 @@ def run_inproc(arm_job: Job, arm: str, folder: Path, show: Show, resume_from: Pa
         return run_worker(arm_job, arm, store, Group(), folder / arm, show, resume_from)
     finally:
         store.close()
-
-
-def _run_on_ray(
-    arm_job: Job,
-    arm: str,
-    folder: Path,
-    ray: RayGroup,
-    addresses: list[str],
-    check_shards: Callable[[], None],
-    show: Show,
-    resume_from: Path | None,
-) -> ArmSummary:
-    """JobFailed names the shard if one has ended, because that is why the worker failed."""
-    try:
-        return ray.run(arm_job, arm, addresses, folder / arm, show, check_shards, resume_from)
-    except FrostlineError as error:
-        try:
-            check_shards()
-        except StoreUnavailable as ended:
-            raise JobFailed(f"arm {arm!r}: {ended}") from error
-        raise JobFailed(f"arm {arm!r}: {error}") from error
 
 
 def _local_shards(arm_job: Job, arm: str, folder: Path) -> LocalShards:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +34,27 @@ class WorkerFailed(RuntimeError):
 def train_on_ray(config: dict[str, Any]) -> dict[str, Any]:
     """What TorchTrainer runs in every worker. Returns the fields of ArmSummary.
 
-    config: job (JSON text), arm, addresses, folder, board (the actor that takes Progress reports), resume_from (the
-    folder of a cut, or None).
+    config: job (JSON text), arm, addresses, folder, board (ray_group.Board), attempt (its number there), resume_from
+    (the folder of a cut, or None), epoch_above (of the worker groups that this one takes over from).
     """
+    import ray
     import ray.train
 
+    from services.ray_group import Member
+
+    faulthandler.enable(2)  # what a signal left of the process is at the end of its log
     context = ray.train.get_context()
-    board = config["board"]
+    rank, board, attempt = context.get_world_rank(), config["board"], config["attempt"]
+    log_file = os.path.realpath("/proc/self/fd/2")
+    actor = ray.get_runtime_context().current_actor
+    board.join.remote(attempt, Member(rank, socket.gethostname(), os.getpid(), log_file, actor))
     try:
         return run_as_worker(
             config,
-            context.get_world_rank(),
+            rank,
             context.get_world_size(),
             context.get_local_world_size(),
-            board.post.remote,
+            partial(board.post.remote, attempt),
         )
     except FrostlineError as error:
         raise WorkerFailed(f"{type(error).__name__}: {error}") from None
@@ -67,8 +77,9 @@ def run_as_worker(
     store = RemoteStore(config["addresses"], wire_dtype=job.embedding.wire_dtype, times=times)
     resume_from = Path(config["resume_from"]) if config.get("resume_from") else None
     group, folder = Group(rank, size), Path(config["folder"])
+    above = config.get("epoch_above", 0)
     try:
-        return asdict(run_worker(job, config["arm"], store, group, folder, show, resume_from))
+        return asdict(run_worker(job, config["arm"], store, group, folder, show, resume_from, above))
     finally:
         store.close()
 

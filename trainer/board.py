@@ -27,10 +27,12 @@ _NUMBERS = itertools.count()  # of the boards of this process
 class Board:
     """Opens its file at the first write. Thread safety: one thread at a time."""
 
-    def __init__(self, folder: Path, complain: Callable[[str], None]) -> None:
-        """complain: takes the reason when the file cannot be written."""
+    def __init__(self, folder: Path, complain: Callable[[str], None], first_step: int = 1) -> None:
+        """complain: takes the reason when the file cannot be written. first_step: what files of this folder say of it
+        and of later steps, TensorBoard drops: those steps are trained again."""
         self._path = folder / file_name()
         self._complain = complain
+        self._first_step = first_step
         self._file: IO[bytes] | None = None
         self._is_given_up = False
 
@@ -64,7 +66,7 @@ class Board:
             self._file = None
 
     def _write(self, summary: Any, step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         if self._is_given_up:
             return
@@ -73,6 +75,8 @@ class Board:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = open(self._path, "ab")  # noqa: SIM115  until close
                 self._record(Event(wall_time=time.time(), file_version="brain.Event:2"))
+                start = SessionLog(status=SessionLog.START)
+                self._record(Event(wall_time=time.time(), step=self._first_step, session_log=start))
             self._record(Event(wall_time=time.time(), step=step, summary=summary))
         except OSError as error:
             self._give_up(error)

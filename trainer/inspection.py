@@ -1,6 +1,6 @@
 """`frostline inspect RUN`: the mask info that a run has written, also while it goes on, as JSON or for people.
 
-    documents = read_run(Path("runs/movielens"))     {arm: document of mask_report.py}
+    documents = read_run(Path("runs/movielens"))     {arm: document of mask_report.py, and its failures}
     for part in describe(documents): console.print(part)
 
 Importing this module imports neither torch nor numba.
@@ -21,6 +21,7 @@ from rich.text import Text
 
 from embedding_server.errors import InvalidInput
 from embedding_server.store import HEAT_BAND_OF_ONE, NUM_HEAT_BANDS
+from trainer.failures import failure_lines, read_failures
 from trainer.mask_report import MASK_FILE, MOST
 from trainer.report import bytes_text
 
@@ -32,6 +33,7 @@ _KEYS = frozenset({"job", "arm", "step", "samples", "tables", "total", "largest_
 
 def read_run(run: Path) -> dict[str, dict[str, Any]]:
     """Documents by arm. `run`: the folder of a run, the folder of one of its arms, or the name of a run in runs/.
+    Those of arms that lost a process have "failures", records of failures.py.
 
     InvalidInput if there is none, or it is not one.
     """
@@ -43,7 +45,12 @@ def read_run(run: Path) -> dict[str, dict[str, Any]]:
         raise InvalidInput(
             f"{folder}: no arm in it has a {MASK_FILE}; a run writes it at its first re-selection and at its end"
         )
-    return {path.parent.name: _read(path) for path in sorted(paths, key=_written_at)}
+    documents = {path.parent.name: _read(path) for path in sorted(paths, key=_written_at)}
+    for path in paths:
+        failures = read_failures(path.parent)
+        if failures:
+            documents[path.parent.name]["failures"] = failures
+    return documents
 
 
 def _written_at(path: Path) -> float:
@@ -100,6 +107,8 @@ def describe(documents: Mapping[str, Mapping[str, Any]]) -> Iterator[RenderableT
             yield Text(f"table {largest['table']!r} holds {largest['share']:.0%} of all hot rows")
         for event, times in Counter(document["events"]).items():
             yield Text(f"event: {event}" + (f" ({times} times)" if times > 1 else ""))
+        for line in failure_lines(document.get("failures", ())):
+            yield Text(line)
         yield Text()
 
 

@@ -69,6 +69,13 @@ class TrainerSection(Section):
         None, ge=1, description="samples between evaluations on the validation split; default: after each data pass"
     )
     log_every_s: float = Field(2.0, gt=0.0, description="seconds between log lines when there is no terminal")
+    max_failures: int = Field(
+        3,
+        ge=0,
+        le=10_000,
+        description="workers and shards that may die in an arm, which then goes back to its newest snapshot by itself; "
+        "needs section `snapshots`",
+    )
     output_dir: AbsolutePath = Field(Path("runs"), description="folder of runs; results go to its subfolder <name>")
 
 

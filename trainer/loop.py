@@ -43,13 +43,16 @@ def run_worker(
     folder: Path,
     show: Callable[[Progress], None],
     resume_from: Path | None = None,
+    epoch_above: int = 0,
 ) -> ArmSummary:
     """Trains and evaluates one arm; every worker of the group calls it. Figures are of the whole group.
 
     Worker 0 shows progress and writes TensorBoard's files into `folder`. resume_from: a cut, behind which it goes on.
+    epoch_above: of worker groups that this one takes over from.
     """
-    run = build_run(job, store, group, arm, resume_from)
-    with RunLog(arm, run.total_steps, folder if group.is_first else None, show, run.steps_before) as log:
+    run = build_run(job, store, group, arm, resume_from, epoch_above)
+    own_folder = folder if group.is_first else None
+    with RunLog(arm, run.total_steps, own_folder, show, run.steps_before, run.who.epoch) as log:
         if group.is_first:
             say_beginning(job, run.snapshot, run.notes, log)
         if run.reselect_every is not None and run.steps_before >= run.reselect_every:

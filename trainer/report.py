@@ -36,7 +36,8 @@ PUBLISHED_CLAIM = "published for the top-40% recipe: memory -58%, speed 1.88x, A
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Where a running arm stands. loss, ne and auc are those of the last few thousand training samples, each scored
-    before it was trained on; nan before there are enough of them. An event has a note, and its figures are nan."""
+    before it was trained on; nan before there are enough of them. An event has a note, and its figures are nan. epoch:
+    of the job, which tells the reports of a run that began anew from those before."""
 
     arm: str
     step: int
@@ -46,6 +47,7 @@ class Progress:
     ne: float
     auc: float
     note: str = ""
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ class ArmSummary:
     """One arm of summary.json. Bytes are of all shards; bytes_pulled, bytes_pushed and rows_pushed of all workers.
 
     snapshots counts the cuts that are complete. resumed_from is the folder of the one that the run went on from, behind
-    resumed_step: rates and traffic are then those of the steps since. None if it began with step 1.
+    resumed_step: rates, traffic and counts of cuts are then those of the steps since. None if it began with step 1.
+    restarts: how often it lost a process and went back to a cut (failures.py), the last of which is resumed_from.
 
     bytes_peak is the highest bytes_total of the run, rows_push_saved and bytes_push_saved the gradient rows, and their
     bytes, that were not sent because their rows are frozen. mask_info: what `frostline inspect` shows (mask_report.py).
@@ -91,6 +94,7 @@ class ArmSummary:
     snapshot_pause_s_max: float = 0.0  # longest that training stood still for a cut
     resumed_from: str | None = None
     resumed_step: int = 0
+    restarts: int = 0
 
 
 def summarise_arm(
@@ -286,6 +290,15 @@ def event_lines(arms: Mapping[str, ArmSummary]) -> list[str]:
             share = traffic["rows_default"] / traffic["rows_pulled"]
             lines.append(f"{arm}: {traffic['rows_default']:,} rows pulled ({share:.0%}) were the default row")
     return lines
+
+
+def restart_lines(arms: Mapping[str, ArmSummary]) -> list[str]:
+    return [
+        f"{arm}: lost a process and went back to a snapshot {summary.restarts} time{'s' * (summary.restarts > 1)}; "
+        "why is in failures.json beside its logs"
+        for arm, summary in arms.items()
+        if summary.restarts
+    ]
 
 
 def bias_only_line(metrics: Metrics) -> str:

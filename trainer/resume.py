@@ -18,7 +18,7 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from embedding_server.errors import InvalidInput, SegmentCorrupt
+from embedding_server.errors import InvalidInput
 from embedding_server.snapshot_format import ShardRecord
 from embedding_server.store import EmbeddingStore, EpochInfo, Identity
 from trainer.data.batch import Reader
@@ -28,15 +28,12 @@ from trainer.job import Job, table_specs
 from trainer.models import build_model
 from trainer.preflight import SavedTable, Shapes, preflight
 from trainer.run_log import RunLog
+from trainer.snapshot_search import newest_epoch
 from trainer.snapshots import (
     DENSE_FILE,
     Manifest,
-    check_files,
-    cuts_in,
-    is_complete,
     job_folder,
     newest_complete,
-    no_snapshot,
     read_dense_file,
     read_manifest,
     read_records,
@@ -68,25 +65,6 @@ class Snapshot:
         if self.dense is not None:
             restore(self.dense, model, optimizer, job.trainer.dense_optimizer.kind)
             restore_rng(self.dense, group.rank, group.size)
-
-
-def find_snapshot(job: Job, arm: str) -> Path:
-    """The newest complete cut of a job's arm. InvalidInput, naming the folder, if there is none; SegmentCorrupt if it
-    lacks a file, with the cut before it: what a run goes on from is for its owner to decide."""
-    if job.snapshots is None:
-        raise InvalidInput("the job has no section `snapshots`, so it left none to resume from; add snapshots.uri")
-    folder = job_folder(job.snapshots.uri, job.name, arm)
-    found = newest_complete(folder)
-    if found is None:
-        raise no_snapshot(folder, job.name, arm)
-    try:
-        check_files(found)
-    except SegmentCorrupt as error:
-        others = [folder / cut.folder for cut in cuts_in(folder) if is_complete(folder / cut.folder)]
-        before = others[others.index(found) - 1] if found != others[0] else None
-        then = f"--resume then goes on from {before}" if before else "there is no other"
-        raise SegmentCorrupt(f"{error}; or move {found} away: {then}", error.path) from None
-    return found
 
 
 def read_snapshot(cut: Path) -> Snapshot:
@@ -131,10 +109,12 @@ def _dense_tensors(job: Job, reader: Reader, configs: list[EmbeddingBagConfig]) 
     return {name: tensor.detach() for name, tensor in named if id(tensor) not in of_tables}
 
 
-def begin_epoch(job: Job, arm: str, store: EmbeddingStore, group: Group, snapshot: Snapshot | None) -> EpochInfo:
-    """Worker 0 begins an epoch that is above that of every cut in the job's folder, so that no two are called the same;
-    then the shards take the snapshot's rows."""
-    last = last_epoch(job, arm)
+def begin_epoch(
+    job: Job, arm: str, store: EmbeddingStore, group: Group, snapshot: Snapshot | None, epoch_above: int = 0
+) -> EpochInfo:
+    """Worker 0 begins an epoch that is above that of every cut in the job's folder, so that no two are called the same,
+    and above `epoch_above`, so that shards without memory of it fence it too; then they take the snapshot's rows."""
+    last = max(epoch_above, last_epoch(job, arm))
     will_restore = snapshot is not None
     workers, mode = group.size, job.trainer.mode
     info = store.begin_epoch(job.name, workers, mode, will_restore=will_restore)
@@ -150,10 +130,9 @@ def last_epoch(job: Job, arm: str) -> int:
     """Of the cuts in the job's folder, which is made; 0 without any. InvalidInput if no cut could be taken there."""
     if job.snapshots is None:
         return 0
-    folder = job_folder(job.snapshots.uri, job.name, arm)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return max((cut.epoch for cut in cuts_in(folder)), default=0)
+        job_folder(job.snapshots.uri, job.name, arm).mkdir(parents=True, exist_ok=True)
+        return newest_epoch(job, arm)
     except OSError as error:
         raise InvalidInput(
             f"snapshots.uri={job.snapshots.uri}: {error}; name a folder that this machine and all shards can write"

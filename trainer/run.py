@@ -81,13 +81,20 @@ class Run:
         return iter(self.reader if self.pass_ends is None else self.pass_ends)
 
 
-def build_run(job: Job, store: EmbeddingStore, group: Group, arm: str = "main", resume_from: Path | None = None) -> Run:
+def build_run(
+    job: Job,
+    store: EmbeddingStore,
+    group: Group,
+    arm: str = "main",
+    resume_from: Path | None = None,
+    epoch_above: int = 0,
+) -> Run:
     precision = choose_precision(job.trainer.precision)
     precision.activate()
     reader = open_reader(job, "train", group.rank, group.size)
     snapshot = read_snapshot(resume_from) if resume_from else None
     notes = compare(snapshot, job, reader, table_configs(job, reader)) if snapshot else []
-    epoch = join_job(job, arm, store, group, reader, snapshot)
+    epoch = join_job(job, arm, store, group, reader, snapshot, epoch_above)
     who = Identity(job.name, epoch.epoch, group.rank)
     rows = build_rows(job, store, reader, who, epoch.last_step)
     model, optimizer = build_dense(job, rows, reader, precision, group, snapshot)
@@ -144,13 +151,19 @@ def build_dense(
 
 
 def join_job(
-    job: Job, arm: str, store: EmbeddingStore, group: Group, reader: Reader, snapshot: Snapshot | None
+    job: Job,
+    arm: str,
+    store: EmbeddingStore,
+    group: Group,
+    reader: Reader,
+    snapshot: Snapshot | None,
+    epoch_above: int = 0,
 ) -> EpochInfo:
     """Worker 0 creates the tables, begins the epoch and restores the rows of the snapshot; the others learn it."""
     info = EpochInfo(0, 0)
     if group.is_first:
         store.create_tables(table_specs(job, reader.schema.tables))
-        info = begin_epoch(job, arm, store, group, snapshot)
+        info = begin_epoch(job, arm, store, group, snapshot, epoch_above)
     return EpochInfo(group.from_first(info.epoch), group.from_first(info.last_step))
 
 

@@ -40,15 +40,18 @@ class RunLog:
         folder: Path | None,
         show: Callable[[Progress], None],
         last_step: int = 0,
+        epoch: int = 0,
     ) -> None:
-        """last_step: of the run that this one goes on with."""
+        """last_step: of the run that this one goes on with; curves of later steps, which are trained again, are void.
+        epoch: of the job, for who watches."""
         self.num_samples = 0
         self.arm = arm
         self.events: list[str] = []  # newest last, at most MAX_EVENTS
         self._total_steps = total_steps
         self._folder = folder
         self._show = show
-        self._board = None if folder is None else Board(folder, self.event)
+        self._epoch = epoch
+        self._board = None if folder is None else Board(folder, self.event, first_step=last_step + 1)
         self._is_mask_failing = False
         self._recent = RecentMetrics(WINDOW_SAMPLES)
         self._step = last_step
@@ -91,7 +94,8 @@ class RunLog:
     def _report(self, now: float) -> None:
         recent = self._recent.compute()
         speed = (self.num_samples - self._num_samples_at_report) / max(now - self._last_report_s, 1e-9)
-        self._show(Progress(self.arm, self._step, self._total_steps, speed, recent.logloss, recent.ne, recent.auc))
+        figures = (speed, recent.logloss, recent.ne, recent.auc)
+        self._show(Progress(self.arm, self._step, self._total_steps, *figures, epoch=self._epoch))
         self.scores("train", recent)
         self._scalars("train", {"samples_per_s": speed})
         if self._board is not None:
@@ -120,7 +124,8 @@ class RunLog:
         del self.events[:-MAX_EVENTS]
         if self._board is not None:
             none = math.nan
-            self._show(Progress(self.arm, self._step, self._total_steps, none, none, none, none, note=text))
+            figures = (none, none, none, none)
+            self._show(Progress(self.arm, self._step, self._total_steps, *figures, note=text, epoch=self._epoch))
             self._board.text("events", text, self._step)
             self._board.flush()
 

@@ -3,8 +3,10 @@
 SGD with lr=1, initial values 0, small-integer gradients and frozen_bits 32: float32 sums are exact and free of order,
 so the table must equal the model bit for bit, whatever was repeated, lost or killed on the way.
 
-As a program (`trainee.py ADDRESS...`) it is the client that the tests kill: it says "ready STEP" before each push and
-waits for a line on standard input.
+As a program it is the client that the tests kill, with step by step on standard output:
+
+    trainee.py ADDRESS...               says "ready STEP" before each push and waits for a line on standard input
+    trainee.py --until STEP ADDRESS...  goes on behind what the shards have, to STEP, and says "done STEP" after each
 """
 
 from __future__ import annotations
@@ -97,15 +99,22 @@ def _wait_for_go(step: int) -> None:
         sys.exit(0)
 
 
-def main(addresses: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     from services.shard_client import RemoteStore
 
+    is_free = arguments[0] == "--until"
+    last, addresses = (int(arguments[1]), arguments[2:]) if is_free else (10_000, arguments)
     store = RemoteStore(addresses)
     store.create_tables(SPECS)
     epoch = store.begin_epoch(JOB, 1, "sync")
     who = Identity(JOB, epoch.epoch, 0)
-    for step in range(epoch.last_step + 1, 10_000):
-        run_step(store, who, step, _wait_for_go)
+    for step in range(epoch.last_step + 1, last + 1):
+        if is_free:
+            run_step(store, who, step)
+            print(f"done {step}", flush=True)
+        else:
+            run_step(store, who, step, _wait_for_go)
+    store.close()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from services.ray_group import RayGroup, ray_group
 from services.train_job import JobFailed, find_cuts, run_arm, run_inproc, run_job
 from trainer.job import Job, make_job
 from trainer.report import ArmSummary, Progress
-from trainer.resume import find_snapshot
+from trainer.snapshot_search import find_snapshot
 from trainer.snapshots import CutName, cuts_in, is_complete, job_folder, read_manifest
 
 # ray 2.60 uses settings of its own that it has deprecated

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -160,6 +161,39 @@ def test_a_shard_that_dies_is_named_with_its_log(tmp_path: Path) -> None:
             StoreUnavailable, match=rf"shard 1 \(process {shards.processes[1].pid}\) ended with status -9"
         ):
             shards.check()
+
+
+def test_a_shard_that_died_is_started_anew_and_the_others_are_not(tmp_path: Path) -> None:
+    with start_shards(2, data_dir=tmp_path / "data", log_dir=tmp_path / "logs", memory_limit_bytes=1 << 27) as shards:
+        store = RemoteStore(shards.addresses)
+        store.create_tables([TableSpec(name="t", dim=4)])
+        store.close()
+        kept, killed = shards.processes
+        before = list(shards.addresses)
+        shards.check()
+        assert shards.memory_peak_bytes[1] is not None
+        killed.kill()
+        killed.wait()
+        assert shards.ended() == [1]
+        shards.restart([1])
+        assert shards.processes[0] is kept and kept.poll() is None
+        assert shards.ended() == [] and shards.memory_peak_bytes[1] is None
+        assert shards.addresses[0] == before[0] and shards.addresses[1] != before[1]
+        store = RemoteStore(shards.addresses)
+        assert list(store.table_specs()) == ["t"]  # of shard 0, the other has none
+        store.close()
+        shards.restart([0])  # one that runs is killed
+        assert kept.returncode == -signal.SIGKILL
+        shards.check()
+    assert [process.returncode for process in shards.processes] == [0, 0]
+    assert (tmp_path / "logs" / "shard-1.log").read_text().count("serving at") == 2
+
+
+def test_logs_in_a_temporary_folder_stay_if_a_shard_has_died() -> None:
+    with start_shards(1, memory_limit_bytes=1 << 26) as shards:
+        shards.restart([0])
+    assert shards.logs[0].exists()
+    shutil.rmtree(shards.logs[0].parent)
 
 
 def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Parts of shards as a cut has them, without shards: for tests of what the trainer does with them."""
+"""Cuts and parts of shards in them, without shards: for tests of what the trainer does with them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from embedding_server.snapshot_format import (
     write_sealed_json,
 )
 from embedding_server.spec import TableSpec
+from trainer.snapshots import CutName, Manifest, shard_entries, write_manifest
 
 
 def write_part(
@@ -86,3 +87,32 @@ def file_of(path: Path) -> dict[str, int]:
     """How a delta names a file of its parent, but for step and epoch."""
     data = path.read_bytes()
     return {"size_bytes": len(data), "crc32": crc32(data)}
+
+
+def manifest_of(step: int, epoch: int, **changes) -> Manifest:
+    fields = {
+        "frostline_version": "0.1.0",
+        "created": "2026-01-01T00:00:00+00:00",
+        "job": "j",
+        "arm": "main",
+        "run": "r1",
+        "step": step,
+        "run_step": step,
+        "epoch": epoch,
+        "num_workers": 2,
+        "mode": "sync",
+        "shards": [],
+        "dense": [],
+        "reader": {"data_pass": 0},
+        "resolved_job": {"seed": 1},
+    }
+    return Manifest(**{**fields, **changes})
+
+
+def write_cut(folder: Path, step: int, epoch: int, digests: list[str] = (), num_shards: int = 1, **changes) -> Path:
+    cut = folder / CutName(epoch, step).folder
+    for part in range(num_shards):
+        write_part(cut, part, num_shards, "j", step, epoch, list(digests))
+    shards = shard_entries(cut, num_shards)
+    write_manifest(cut, manifest_of(step, epoch, shards=shards, **changes))
+    return cut

@@ -35,6 +35,20 @@ def test_tensorboard_reads_what_was_written(tmp_path):
     assert complaints == []
 
 
+def test_steps_that_are_trained_again_are_in_no_curve_twice(tmp_path, monkeypatch):
+    names = iter(["events.out.tfevents.1", "events.out.tfevents.2", "events.out.tfevents.3"])
+    monkeypatch.setattr(board, "file_name", lambda: next(names))
+    for first_step, steps, value in ((1, (10, 20, 30), 1.0), (16, (18, 25), 2.0), (1, (5,), 3.0)):
+        made = Board(tmp_path, lambda text: None, first_step)
+        for step in steps:
+            made.scalar("train/loss", value, step)
+        made.close()
+        if first_step == 16:  # went back to step 15
+            curve = [(e.step, e.value) for e in read(tmp_path).Scalars("train/loss")]
+            assert curve == [(10, 1.0), (18, 2.0), (25, 2.0)]
+    assert [(e.step, e.value) for e in read(tmp_path).Scalars("train/loss")] == [(5, 3.0)]  # began anew
+
+
 def test_a_board_without_entries_makes_no_file(tmp_path):
     Board(tmp_path, lambda text: None).close()
     assert not list(tmp_path.iterdir())

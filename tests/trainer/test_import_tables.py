@@ -23,9 +23,9 @@ from embedding_server.spec import OptimizerSpec
 from tests.trainer.test_resume import every_id, job_of
 from tests.trainer.test_resume import run as run_job
 from trainer.import_tables import Imported, ImportRequest, import_tables
-from trainer.resume import find_snapshot
 from trainer.snapshot_list import list_jobs, verify
 from trainer.snapshot_lock import in_use
+from trainer.snapshot_search import find_snapshot
 from trainer.snapshots import job_folder
 from trainer.tensor_file import MAX_HEADER_BYTES, Tensor, TensorFile, TensorFileWriter
 

@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from rich.console import Console
 
 from embedding_server.errors import InvalidInput
 from tests.trainer.masks import snapshot
+from trainer.failures import FAILURES_FILE, Failure, ProcessEnd
 from trainer.inspection import describe, read_run
 from trainer.mask_report import MASK_FILE, ControlReport, mask_document
 from trainer.report import write_json
@@ -42,6 +43,26 @@ def test_a_run_is_read_by_folder_by_name_and_by_arm(run, monkeypatch):
     monkeypatch.chdir(run.parents[1])
     assert list(read_run(Path("job"))) == ["topk", "idle"]
     assert list(read_run(Path("runs/job"))) == ["topk", "idle"]
+
+
+def test_failures_of_a_run_are_told(run):
+    failure = Failure(
+        "2026-01-02T03:04:05+00:00", 132, "shard 1 was killed by SIGKILL", [ProcessEnd("shard 1", "was killed")],
+        restart=1, cut="/mnt/cut-000000000100-1", back_to_step=100, epoch=2, away_s=9.54,
+    )  # fmt: skip
+    write_json(run / "idle" / FAILURES_FILE, [asdict(failure), asdict(Failure("2026-01-02", 140, "gone", []))])
+    documents = read_run(run)
+    assert "failures" not in documents["topk"]
+    assert documents["idle"]["failures"][0]["processes"][0]["who"] == "shard 1"
+    text = text_of({"idle": documents["idle"]})
+    assert (
+        "failure at 2026-01-02T03:04:05+00:00: step 132: shard 1 was killed by SIGKILL; restart 1 went back to step "
+        "100 (cut-000000000100-1), epoch 2, training again after 9.5 s" in text
+    )
+    assert "step 140: gone; the job failed" in text
+    (run / "idle" / FAILURES_FILE).write_text('[{"time": 1}]')
+    with pytest.raises(InvalidInput, match=rf"idle.{FAILURES_FILE}: is no record of failures"):
+        read_run(run)
 
 
 def test_what_is_no_run_is_refused(tmp_path, run):

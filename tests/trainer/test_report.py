@@ -18,6 +18,7 @@ from trainer.report import (
     claim_lines,
     event_lines,
     final_table,
+    restart_lines,
     summarise_arm,
     write_json,
     write_summary,
@@ -29,6 +30,7 @@ KEYS = [
     "bytes_heat", "rows_hot", "rows_frozen", "rows_probation", "bytes_pulled", "bytes_pushed", "rows_pushed",
     "samples_per_s", "wall_s", "bytes_peak", "rows_push_saved", "bytes_push_saved", "mask_info", "steps", "snapshots",
     "snapshots_delta", "snapshots_failed", "snapshots_skipped", "snapshot_pause_s_max", "resumed_from", "resumed_step",
+    "restarts",
 ]  # fmt: skip
 
 ROWS = TableStats(
@@ -168,3 +170,9 @@ def test_on_a_terminal_every_arm_has_a_bar_with_its_figures():
 
 def test_summary_fields_are_the_contract():
     assert list(ArmSummary.__dataclass_fields__) == KEYS
+
+
+def test_restarts_are_told_of_at_the_end():
+    assert restart_lines({"full": FULL}) == []
+    (line,) = restart_lines({"full": FULL, "idle": replace(FULL, restarts=2)})
+    assert line.startswith("idle: lost a process and went back to a snapshot 2 times; ")

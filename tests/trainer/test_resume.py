@@ -20,9 +20,9 @@ from trainer.data.registry import open_reader
 from trainer.group import Group
 from trainer.job import Job, make_job
 from trainer.loop import train
-from trainer.resume import find_snapshot
 from trainer.run import build_run
 from trainer.run_log import RunLog
+from trainer.snapshot_search import find_snapshot
 from trainer.snapshots import CutName, chain_of, cuts_in, job_folder, read_manifest
 
 STEPS = 200

@@ -10,13 +10,14 @@ import pytest
 
 from embedding_server.errors import InvalidInput, SegmentCorrupt
 from embedding_server.snapshot_format import OBJECTS, read_sealed_json, segment_object, write_sealed_json
-from tests.trainer.snapshot_folders import file_of, write_part
+from tests.trainer.snapshot_folders import file_of, manifest_of, write_cut, write_part
 from trainer.job import make_job
-from trainer.resume import find_snapshot, read_snapshot
+from trainer.resume import read_snapshot
 from trainer.snapshot_gc import keep_newest
+from trainer.snapshot_lock import only_training
+from trainer.snapshot_search import find_snapshot, newest_epoch, newest_of_run, wait_for_end_of_training
 from trainer.snapshots import (
     CutName,
-    Manifest,
     chain_of,
     check_files,
     cuts_in,
@@ -29,35 +30,6 @@ from trainer.snapshots import (
 )
 
 DIGESTS = [f"{i:064x}" for i in range(10)]
-
-
-def manifest_of(step: int, epoch: int, **changes) -> Manifest:
-    fields = {
-        "frostline_version": "0.1.0",
-        "created": "2026-01-01T00:00:00+00:00",
-        "job": "j",
-        "arm": "main",
-        "run": "r1",
-        "step": step,
-        "run_step": step,
-        "epoch": epoch,
-        "num_workers": 2,
-        "mode": "sync",
-        "shards": [],
-        "dense": [],
-        "reader": {"data_pass": 0},
-        "resolved_job": {"seed": 1},
-    }
-    return Manifest(**{**fields, **changes})
-
-
-def write_cut(folder: Path, step: int, epoch: int, digests: list[str] = (), num_shards: int = 1, **changes) -> Path:
-    cut = folder / CutName(epoch, step).folder
-    for part in range(num_shards):
-        write_part(cut, part, num_shards, "j", step, epoch, list(digests))
-    shards = shard_entries(cut, num_shards)
-    write_manifest(cut, manifest_of(step, epoch, shards=shards, **changes))
-    return cut
 
 
 def test_a_manifest_says_what_was_written(tmp_path: Path) -> None:
@@ -273,3 +245,34 @@ def test_a_section_that_would_never_take_a_cut_is_refused(tmp_path: Path) -> Non
         "max_deltas": 7,
         "on_finish": True,
     }
+
+
+def test_a_run_goes_back_to_its_own_cuts_alone(tmp_path: Path) -> None:
+    job = make_job({"name": "j", "data": {"reader": "synthetic"}, "snapshots": {"uri": str(tmp_path)}})
+    folder = job_folder(tmp_path, "j")
+    assert (newest_epoch(job, "main"), newest_of_run(job, "main", 0, None)) == (0, None)
+    former = write_cut(folder, 500, 3)
+    assert newest_epoch(job, "main") == 3
+    assert newest_of_run(job, "main", 3, None) is None
+    assert newest_of_run(job, "main", 3, former) == former  # it was resumed from it
+    write_part(folder / "cut-000000000200-5", 0, 1, "j", 200, 5, [])  # has no manifest
+    assert newest_of_run(job, "main", 3, None) is None
+    own = write_cut(folder, 100, 4)
+    assert newest_of_run(job, "main", 3, former) == own
+    (own / "shard-0-of-1" / "table-0-hot.safetensors").unlink()
+    with pytest.raises(SegmentCorrupt, match=rf"{own}.*then goes on from {former}"):
+        newest_of_run(job, "main", 3, former)
+
+
+def test_a_training_that_still_runs_is_waited_for_and_named(tmp_path: Path) -> None:
+    job = make_job({"name": "j", "data": {"reader": "synthetic"}, "snapshots": {"uri": str(tmp_path)}})
+    wait_for_end_of_training(job, "main")  # there is not even a folder
+    folder = job_folder(tmp_path, "j")
+    folder.mkdir()
+    wait_for_end_of_training(job, "main")
+    with (
+        only_training(folder),
+        pytest.raises(InvalidInput, match=rf"{folder}: another training takes snapshots there"),
+    ):
+        wait_for_end_of_training(job, "main", timeout_s=0.1)
+    wait_for_end_of_training(job, "main", timeout_s=0.1)

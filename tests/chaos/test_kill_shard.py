@@ -1,0 +1,175 @@
+"""kill -9 of shards at random moments of a job, which recovers by itself: the real recovery, shards, cuts and worker.
+
+The worker is a thread of the test instead of Ray's process, so that a run takes seconds; test_kill_worker.py has Ray.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embedding_server.errors import FencedEpoch, FrostlineError, StoreUnavailable
+from embedding_server.store import Identity
+from services import external_shards
+from services.local_shards import LocalShards, start_shards
+from services.ray_group import Attempt, RayGroup, WorkersFailed
+from services.recovery import ForeignShards, OwnShards, Recovery
+from services.shard_client import RemoteStore
+from services.worker import WorkerFailed, run_as_worker
+from tests.chaos.exact_job import STEPS, assert_cut_is_exact, exact_job
+from tests.chaos.seeds import seeds
+from trainer.failures import read_failures
+from trainer.job import Job, resolved_json
+from trainer.report import ArmSummary, Progress
+from trainer.snapshot_search import find_snapshot
+
+KILLS = 2
+pytestmark = pytest.mark.timeout(600)
+
+
+class ThreadGroup(RayGroup):
+    """With one worker, a thread: it cannot be killed, and ends when it gives up on the shard."""
+
+    def __init__(self) -> None:
+        super().__init__(workers=1, storage=Path(), board=None)
+
+    def run(
+        self,
+        job: Job,
+        arm: str,
+        attempt: Attempt,
+        folder: Path,
+        show: Callable[[Progress], None],
+        check: Callable[[], None],
+    ) -> ArmSummary:
+        config = {
+            "job": resolved_json(job),
+            "arm": arm,
+            "addresses": attempt.addresses,
+            "folder": str(folder),
+            "resume_from": str(attempt.resume_from) if attempt.resume_from else None,
+            "epoch_above": attempt.epoch_above,
+        }
+        outcome: list[Any] = []
+
+        def work() -> None:
+            try:
+                outcome.append(ArmSummary(**run_as_worker(config, 0, 1, 1, show)))
+            except FrostlineError as error:
+                cause = WorkerFailed(f"{type(error).__name__}: {error}")
+                outcome.append(WorkersFailed(f"worker 0 failed: {cause}", {0: cause}))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.1)
+            with suppress(StoreUnavailable):  # the worker finds out by itself
+                check()
+        if isinstance(outcome[0], WorkersFailed):
+            raise outcome[0]
+        return outcome[0]
+
+
+class Killer:
+    """Sends signals to shards, each a random time after a random step was reported."""
+
+    def __init__(self, rng: random.Random, shards: LocalShards, numbers: list[signal.Signals]) -> None:
+        self._rng = rng
+        self._shards = shards
+        self._moments = sorted(rng.sample(range(1, STEPS - 50), len(numbers)))
+        self._numbers = list(numbers)
+        self.killed: list[int] = []
+
+    def watch(self, progress: Progress) -> None:
+        if self._moments and progress.step >= self._moments[0] and not progress.note:
+            del self._moments[0]
+            index, number = self._rng.randrange(len(self._shards.processes)), self._numbers.pop(0)
+            self.killed.append(index)
+            process = self._shards.processes[index]
+            threading.Timer(self._rng.uniform(0.0, 0.3), process.send_signal, (number,)).start()
+
+
+@pytest.mark.parametrize("seed", seeds(num_quick=2))
+def test_kill_9_of_a_shard_at_a_random_moment(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    mode = rng.choice(["sync", "pipelined"])  # the gradients do not depend on the rows, so staleness changes nothing
+    job = exact_job(tmp_path, servers={"deadline_s": 6.0}, trainer={"max_failures": KILLS, "mode": mode})
+    said: list[str] = []
+    with start_shards(2, memory_limit_bytes=128 << 20, log_dir=tmp_path / "run") as shards:
+        killer, group = Killer(rng, shards, [signal.SIGKILL] * KILLS), ThreadGroup()
+        recovery = Recovery(job, "main", tmp_path / "run", OwnShards(shards), group, killer.watch, said.append, None)
+        summary = recovery.run()
+        store = RemoteStore(shards.addresses)
+        for epoch in range(1, store.begin_epoch(job.name, 1, "sync").epoch):
+            with pytest.raises(FencedEpoch):
+                store.push(Identity(job.name, epoch, 0), STEPS + 1, {})
+        store.close()
+    assert summary.steps == STEPS
+    assert assert_cut_is_exact(job, find_snapshot(job, "main")) == STEPS
+    failures = read_failures(tmp_path / "run")
+    assert len(failures) == summary.restarts == len(said) == KILLS
+    for number, (failure, index, line) in enumerate(zip(failures, killer.killed, said, strict=True), 1):
+        (process,) = failure["processes"]
+        assert (process["who"], process["signal"]) == (f"shard {index}", "SIGKILL")
+        assert process["memory_limit_bytes"] == 64 << 20
+        assert process["memory_peak_bytes"] > 10 << 20
+        assert failure["restart"] == number
+        assert failure["back_to_step"] <= failure["step"]
+        assert f"shard {index} was killed by SIGKILL; goes back to " in line
+    epochs = [failure["epoch"] for failure in failures]
+    assert epochs == sorted(set(epochs)) and epochs[0] > 1
+    assert summary.resumed_from == failures[-1]["cut"]
+
+
+def test_a_shard_that_hangs_is_started_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(external_shards, "ANSWER_TIMEOUT_S", 2.0)
+    job = exact_job(tmp_path, servers={"deadline_s": 6.0})
+    with start_shards(2, memory_limit_bytes=128 << 20, log_dir=tmp_path / "run") as shards:
+        killer, group = Killer(random.Random(1), shards, [signal.SIGSTOP]), ThreadGroup()
+        recovery = Recovery(job, "main", tmp_path / "run", OwnShards(shards), group, killer.watch, print, None)
+        assert recovery.run().restarts == 1
+    assert assert_cut_is_exact(job, find_snapshot(job, "main")) == STEPS
+    (failure,) = read_failures(tmp_path / "run")
+    (process,) = failure["processes"]
+    assert (process["what"], process["signal"], process["exit_code"]) == ("does not answer", None, None)
+
+
+def test_shards_of_others_that_come_back_empty_are_filled_again(tmp_path: Path) -> None:
+    """Whoever started them starts them again at their addresses; the others go back to the cut as well."""
+    job = exact_job(tmp_path, servers={"deadline_s": 6.0})
+    ports = free_ports(2)
+    with start_shards(2, memory_limit_bytes=128 << 20, log_dir=tmp_path / "run", ports=ports) as shards:
+        killer, group = Killer(random.Random(2), shards, [signal.SIGKILL]), ThreadGroup()
+        foreign, over = ForeignShards(list(shards.addresses)), threading.Event()
+
+        def start_again() -> None:
+            while not over.wait(0.5):
+                if shards.ended():
+                    shards.restart(shards.ended())
+
+        owner = threading.Thread(target=start_again)
+        owner.start()
+        try:
+            summary = Recovery(job, "main", tmp_path / "run", foreign, group, killer.watch, print, None).run()
+        finally:
+            over.set()
+            owner.join()
+        assert summary.restarts == 1
+        assert shards.addresses == foreign.addresses
+    assert assert_cut_is_exact(job, find_snapshot(job, "main")) == STEPS
+
+
+def free_ports(number: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
