@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embedding_server.errors import SegmentCorrupt
+from embedding_server.failpoints import failpoint
 from embedding_server.segment_builder import SegmentBuilder
 from embedding_server.segment_file import SegmentArrays, SegmentFormat, write_segment
 from embedding_server.segment_reader import MappedSegment, open_segment
@@ -162,6 +163,7 @@ class SegmentWriter:
     def unlink(self, path: Path) -> None:
         """Deletes a file that nothing reads any more; an event if that fails."""
         try:
+            failpoint("segment.before_unlink")
             path.unlink(missing_ok=True)
         except OSError as error:
             self._on_event(f"table {self._table!r}: cannot delete {path}: {error}; nothing uses it: delete it")
