@@ -7,6 +7,7 @@ test_shard_model.py for one shard, and by tests/simulation for many that fail.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -35,7 +36,9 @@ class Row:
     last_step: int = 0
     visits: int = 0  # while it was hot
     heat: int = 0
-    code: int | None = None  # of a frozen row, its accumulator's byte; None: it was never trained, and takes no storage
+    stored: tuple[bytes, int] | None = (
+        None  # of a frozen row: its bytes and its accumulator's; None: it takes no storage
+    )
 
 
 @dataclass
@@ -61,6 +64,14 @@ class TableModel:
         control = control_buckets(self.spec)
         buckets = buckets_of(np.array(all_ids, np.int64), NUM_BUCKETS)
         self.control = {row_id for row_id, bucket in zip(all_ids, buckets.tolist(), strict=True) if control[bucket]}
+
+    def copy(self) -> TableModel:
+        """Its rows are its own; arrays are shared, for no method changes one in place."""
+        other = copy.copy(self)
+        other.rows = {row_id: copy.copy(row) for row_id, row in self.rows.items()}
+        other.counts, other.counted, other.moves = dict(self.counts), set(self.counted), Counter(self.moves)
+        other.default = copy.copy(self.default)
+        return other
 
     def _new_row(self, **fields: Any) -> Row:
         dim = self.spec.dim
@@ -171,11 +182,11 @@ class TableModel:
                 continue
             is_rare = self.policy.kind == "compact" and row.visits < self.policy.forget_below
             if row.hot and row.last_step + self.policy.idle_steps <= step:
-                self._forget(row_id) if is_rare else self._freeze(row_id, "frozen_idle", step)
+                self.forget(row_id) if is_rare else self._freeze(row_id, "frozen_idle", step)
             elif not row.hot and is_rare:  # a limit froze it: how long it has been idle shows in its heat alone
                 ago = self.policy.idle_steps / self.policy.half_life_steps * heat.CODES_PER_OCTAVE
                 if row.heat < heat.now_code(step, self.policy.half_life_steps) - ago:
-                    self._forget(row_id)
+                    self.forget(row_id)
 
     def _rank(self, step: int, frostline: object, is_frozen: Callable[[int], bool]) -> None:
         self.frostline = frostline
@@ -203,9 +214,9 @@ class TableModel:
             return
         for row_id in [i for i, row in self.rows.items() if row.visits < self.policy.forget_below]:
             if row_id not in self.control:
-                self._forget(row_id)
+                self.forget(row_id)
 
-    def _forget(self, row_id: int) -> None:
+    def forget(self, row_id: int) -> None:
         del self.rows[row_id]
         self.counts[row_id] = 0
         self.moves["forgotten"] += 1
@@ -213,30 +224,36 @@ class TableModel:
     def _freeze(self, row_id: int, reason: str, step: int) -> None:
         row = self.rows[row_id]
         row.hot = False
-        row.code = int(encode_accumulator(self.spec, row.state[None])[0])
         self.moves[reason] += 1
         keys = frozen_reference.rounding_keys(np.array([row_id], np.int64), step)
-        row.values = through_fbgemm(
+        row.values, encoded = through_fbgemm(
             row.values, self.policy.frozen_bits, keys if self.policy.freeze_rounding == "stochastic" else None
         )
+        row.stored = encoded, int(encode_accumulator(self.spec, row.state[None])[0])
 
     def _thaw(self, row_id: int, step: int) -> Row:
         row = self.rows[row_id]
         row.hot, row.last_step = True, step
-        if row.code is not None:
-            row.state = decode_accumulator(self.spec, np.array([row.code], np.uint8), self.spec.dim)[0]
-            row.code = None
+        if row.stored is not None:
+            row.state = decode_accumulator(self.spec, np.array([row.stored[1]], np.uint8), self.spec.dim)[0]
+            row.stored = None
         return row
 
 
-def through_fbgemm(values: np.ndarray, bits: int, keys: np.ndarray | None) -> np.ndarray:
-    """FBGEMM's quantise and dequantise; with keys the reference's quantise, since FBGEMM rounds to the nearest only."""
+def through_fbgemm(values: np.ndarray, bits: int, keys: np.ndarray | None) -> tuple[np.ndarray, bytes]:
+    """FBGEMM's quantise and dequantise of a row, float32[D], and its bytes in between.
+
+    With keys the reference's quantise, since FBGEMM rounds to the nearest only.
+    """
+    if bits == 32:
+        return values, values.tobytes()
     rows = torch.from_numpy(values[None].copy())
-    at_random = None if keys is None else torch.from_numpy(frozen_reference.quantise(values[None], bits, keys))
+    fused = None if keys is None else torch.from_numpy(frozen_reference.quantise(values[None], bits, keys))
     if bits == 8:
-        fused = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows) if at_random is None else at_random
-        return torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(fused).numpy()[0]
-    if bits == 4:
-        fused = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(rows, 4) if at_random is None else at_random
-        return torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(fused, 4).numpy()[0]
-    return values
+        fused = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows) if fused is None else fused
+        read = torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(fused)
+    else:
+        assert bits == 4, "FBGEMM has no other"
+        fused = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(rows, 4) if fused is None else fused
+        read = torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(fused, 4)
+    return read.numpy()[0], fused.numpy().tobytes()
