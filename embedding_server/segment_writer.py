@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections import deque
 from collections.abc import Callable, Collection
-from concurrent.futures import Executor, Future, wait
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,7 +84,7 @@ class SegmentWriter:
         """Waits until the write under way is done. False if there is none."""
         if self._write is None:
             return False
-        wait([self._write.done])
+        self._write.done.exception()
         return True
 
     @property
