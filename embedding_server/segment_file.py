@@ -218,3 +218,15 @@ def sync_folder(folder: Path) -> None:
         sync_fd(fd)
     finally:
         os.close(fd)
+
+
+def make_folder(folder: Path) -> None:
+    """As mkdir -p; the names of those that it makes are on disk when it returns, or a power cut could take the folder
+    though what lies in it was synced. OSError."""
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True)
+        sync_folder(each.parent)

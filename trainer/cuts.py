@@ -25,6 +25,7 @@ import torch
 
 from embedding_server.errors import FrostlineError, InvalidInput
 from embedding_server.failpoints import failpoint
+from embedding_server.segment_file import make_folder
 from embedding_server.store import EmbeddingStore, EpochInfo, Identity
 from trainer.delta_chain import DeltaChain, ParentCut
 from trainer.dense_state import DenseState, capture
@@ -156,7 +157,8 @@ class Cuts:
         )
         cut = self._folder / CutName(manifest.epoch, manifest.step).folder
         try:
-            cut.mkdir(parents=True)
+            make_folder(self._folder)
+            cut.mkdir()
         except OSError as error:
             self._fail(step, error, log)
             return None
