@@ -15,10 +15,11 @@ from unittest import mock
 import numpy as np
 
 from embedding_server import cut
+from embedding_server.changes import Changes
 from embedding_server.gradients import ShardGradients
 from embedding_server.pushes import Pushes
 from embedding_server.segments import SegmentSet
-from embedding_server.snapshot_format import RECORD, ShardRecord, write_sealed_json
+from embedding_server.snapshot_format import RECORD, FileRecord, ShardRecord, write_sealed_json
 from embedding_server.steps import JobSteps
 from embedding_server.table import Table
 from embedding_server.table_cut import TableCut
@@ -58,15 +59,22 @@ def stale_pre_image() -> Iterator[None]:
 
 
 @contextmanager
+def stale_delta() -> Iterator[None]:
+    """Nobody notes which rows a Push changes, so a delta leaves them to its parent."""
+    with mock.patch.object(Changes, "note", return_value=None):
+        yield
+
+
+@contextmanager
 def early_manifest() -> Iterator[None]:
     """shard.json is on disk before the files that it vouches for."""
 
-    def publish(folder: Path, tables: list[TableCut], record: ShardRecord) -> int:
-        write_sealed_json(folder / RECORD, record.model_dump(mode="json"))
+    def publish(folder: Path, tables: list[TableCut], record: ShardRecord) -> FileRecord:
+        written = write_sealed_json(folder / RECORD, record.model_dump(mode="json"))
         for table in tables:
             for file in table._files:
                 file.publish()
-        return (folder / RECORD).stat().st_size
+        return written
 
     with mock.patch.object(cut, "_publish", publish):
         yield
@@ -118,6 +126,7 @@ BUGS: dict[str, Callable[[], Any]] = {
         lost_dedup,
         wrong_slot,
         stale_pre_image,
+        stale_delta,
         early_manifest,
         cold_accumulator_at_thaw,
         cold_accumulator_at_restore,

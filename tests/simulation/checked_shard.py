@@ -277,12 +277,18 @@ class CheckedShard:
 
     # Cuts and restores --------------------------------------------------------------------------------------------
 
-    def begin_cut(self, who: Identity, step: int, folder: Path, part: int, num_parts: int) -> bool:
+    def begin_cut(
+        self, who: Identity, step: int, folder: Path, part: int, num_parts: int, parent: Path | None = None
+    ) -> bool:
         last = self.shard._cuts.get(JOB)
         expected = _tried(lambda: self.model.check_barrier(who, step))
-        if expected is None and (folder / MANIFEST).exists():  # a repeat that comes late
-            return self.shard.begin_cut(who, step, folder, part, num_parts)
-        done = self._agreed("begin_cut", expected, lambda: self.shard.begin_cut(who, step, folder, part, num_parts))
+
+        def work() -> bool:
+            return self.shard.begin_cut(who, step, folder, part, num_parts, parent)
+
+        # A repeat may come late; and what a shard may build a delta on, it knows better than whoever asks.
+        may_refuse = (folder / MANIFEST).exists() or parent is not None
+        done = work() if expected is None and may_refuse else self._agreed("begin_cut", expected, work)
         if self.shard._cuts.get(JOB) is not last:
             self._settle_pass()
             self._cuts.note(folder, part, num_parts, step, self.model.tables)

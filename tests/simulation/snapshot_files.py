@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from embedding_server.store import CutProgress, Identity, UpdateMode
 from trainer.cuts import _Writing
+from trainer.delta_chain import ParentCut
 from trainer.snapshots import Manifest, frostline_version, now_text, remove_cut
 
 KEEP = 2
@@ -32,9 +33,15 @@ class _Store:
 
 
 def write_rest(
-    folder: Path, who: Identity, step: int, num_workers: int, mode: UpdateMode, progress: list[CutProgress]
-) -> None:
-    """progress: of the shards, which are done. OSError."""
+    folder: Path,
+    who: Identity,
+    step: int,
+    num_workers: int,
+    mode: UpdateMode,
+    progress: list[CutProgress],
+    parent: ParentCut | None,
+) -> ParentCut:
+    """progress: of the shards, which are done. What deltas may build on now. OSError."""
     manifest = Manifest(
         frostline_version=frostline_version(),
         created=now_text(),
@@ -50,9 +57,14 @@ def write_rest(
         dense=[],
         reader={},
         resolved_job={},
+        parent=parent.entry if parent is not None else None,
+        sequence=parent.sequence + 1 if parent is not None else 0,
     )
     store, dense = cast(Any, _Store(progress)), cast(Any, _Dense())
-    _Writing(store, who, folder.parent, manifest, dense, KEEP)._write()
+    writing = _Writing(store, who, folder.parent, manifest, dense, KEEP)
+    writing._write()
+    assert writing.completed is not None
+    return writing.completed
 
 
 def remove_failed(folder: Path) -> None:

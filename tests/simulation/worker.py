@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from embedding_server.errors import FrostlineError, StoreUnavailable
+from embedding_server.errors import FrostlineError, InvalidInput, StoreUnavailable
 from embedding_server.gradients import ShardGradients
 from embedding_server.kernels.hashing import buckets_of
 from embedding_server.policy import frostline_at
@@ -26,6 +26,7 @@ from tests.simulation.shard_model import JOB
 from tests.simulation.shard_node import Lookup, Prefetch, Pull, Push, ShardNode
 from tests.simulation.snapshot_files import remove_failed, write_rest
 from tests.simulation.world import DIM, PLAIN, World
+from trainer.delta_chain import DeltaChain, ParentCut
 
 POLL_S = 0.1
 Pulled = list[Mapping[str, Rows]]  # by shard
@@ -63,6 +64,7 @@ class Worker:
         self._world, self._ledger, self._group, self._process = world, ledger, group, process
         self._who = Identity(JOB, group.epoch, rank)
         self._writing: Promise[None] | None = None  # worker 0: the cut that is being written
+        self._chain = DeltaChain(world.sizes.max_deltas)
         self._has_begun = True  # training may go on beside it
         self._batches: dict[int, dict[str, np.ndarray]] = {}
         row_ids = np.array(world.sizes.row_ids, np.int64)
@@ -219,7 +221,7 @@ class Worker:
         folder = self._world.root / "snapshots" / JOB / cut_folder(step, self._who.epoch)
         try:
             make_folder(folder)
-            await self._slices(lambda k, n: self._begin_cut(step, folder, k, n))
+            parent = await self._begin_on_shards(step, folder)
             _check(await self._progress())
             self._has_begun = True
             progress = await self._progress()
@@ -227,7 +229,7 @@ class Worker:
                 await self._world.clock.sleep(POLL_S)
                 progress = await self._progress()
                 _check(progress)
-            self._write_rest(folder, step, progress)
+            self._write_rest(folder, step, progress, parent)
         except (FrostlineError, OSError):
             if self._process.is_dead:
                 return False
@@ -237,15 +239,31 @@ class Worker:
         self._group.last_cut = folder
         return True
 
-    def _write_rest(self, folder: Path, step: int, progress: list[CutProgress]) -> None:
+    async def _begin_on_shards(self, step: int, folder: Path) -> ParentCut | None:
+        """As Cuts._begin_on_shards: a delta if that can be. What it is a delta of."""
+        parent = self._chain.parent()
+        if parent is not None:
+            try:
+                await self._slices(lambda k, n: self._begin_cut(step, folder, str(parent.cut), k, n))
+                return parent
+            except InvalidInput:  # a shard has seen another end of the last cut
+                await self._abandon_on_shards()
+        self._chain.begin_full()
+        await self._slices(lambda k, n: self._begin_cut(step, folder, "", k, n))
+        return None
+
+    def _write_rest(self, folder: Path, step: int, progress: list[CutProgress], parent: ParentCut | None) -> None:
         def work() -> str:
-            write_rest(folder, self._who, step, self._group.num_workers, self._world.sizes.mode, progress)
-            return "whole"
+            group, mode = self._group, self._world.sizes.mode
+            completed = write_rest(folder, self._who, step, group.num_workers, mode, progress, parent)
+            self._chain.add(completed, 1 if parent is None else 0)  # by their bytes, tiny deltas would end each chain
+            return f"whole, number {completed.sequence} of its chain"
 
         self._world.operate(f"manifest of {folder.name}", None, work)
 
-    def _begin_cut(self, step: int, folder: Path, k: int, n: int) -> pb.AdvanceRequest:
-        cut = pb.BeginCut(folder=str(folder), shard_index=k, num_shards=len(self._group.nodes), slice=n)
+    def _begin_cut(self, step: int, folder: Path, parent: str, k: int, n: int) -> pb.AdvanceRequest:
+        num_shards = len(self._group.nodes)
+        cut = pb.BeginCut(folder=str(folder), parent=parent, shard_index=k, num_shards=num_shards, slice=n)
         return pb.AdvanceRequest(caller=caller_message(self._who), step=step, begin_cut=cut)
 
     async def _progress(self) -> list[CutProgress]:
@@ -253,10 +271,13 @@ class Worker:
         return [progress_of(p) for p in await self._all(lambda k: pb.GetCutProgressRequest(caller=caller))]
 
     async def _abandon(self, folder: Path) -> None:
+        await self._abandon_on_shards()
+        remove_failed(folder)
+
+    async def _abandon_on_shards(self) -> None:
         caller = caller_message(self._who)
         with suppress(FrostlineError):  # a shard that cannot be reached has its part removed with the folder, or never
             await self._all(lambda k: pb.AbandonCutRequest(caller=caller))
-        remove_failed(folder)
 
     # Calls of all shards ------------------------------------------------------------------------------------------
 

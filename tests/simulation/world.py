@@ -36,6 +36,7 @@ class Sizes:
     batch_ids: int  # row_ids of a table in a batch, at most
     advance_every: int  # steps
     cut_every: int  # Advances
+    max_deltas: int
     weather: Weather
     fault_rate: float
     can_link: bool
@@ -54,6 +55,7 @@ class Sizes:
             batch_ids=rng.choice([4, 10]),
             advance_every=rng.randint(1, 4),
             cut_every=rng.randint(1, 3),
+            max_deltas=rng.choice([0, 1, 3, 64]),
             weather=Weather.drawn(rng),
             fault_rate=rng.choice([0.0, 0.002, 0.005, 0.012]),
             can_link=rng.random() < 0.8,
