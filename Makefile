@@ -8,10 +8,9 @@ SETUP := $(VENV)/.frostline-set-up
 JOB ?= examples/movielens.yaml
 WORKLOAD ?= all
 ARGS ?=
-SEEDS ?= 25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test slow chaos check format proto bench capacity quality quality-smoke tune-check gpu-check clean
+.PHONY: help setup train test slow chaos check format proto simulate bench capacity quality quality-smoke tune-check gpu-check clean
 
 help: ## lists the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -35,8 +34,8 @@ slow: $(SETUP) ## runs the tests that take minutes
 	@$(BIN)/python -m pytest -m slow $(ARGS) || [ $$? -eq 5 ] # 5: there are none
 
 chaos: $(SETUP) ## kills shards, workers, drivers and clients at random moments: SEEDS=25 of each
-	@echo "chaos: pytest tests/chaos/test_kill_*.py, $(SEEDS) seeds $(ARGS)"
-	@FROSTLINE_CHAOS_SEEDS=$(SEEDS) $(BIN)/python -m pytest -m "slow or not slow" tests/chaos/test_kill_*.py $(ARGS)
+	@echo "chaos: pytest tests/chaos/test_kill_*.py, $(or $(SEEDS),25) seeds $(ARGS)"
+	@FROSTLINE_CHAOS_SEEDS=$(or $(SEEDS),25) $(BIN)/python -m pytest -m "slow or not slow" tests/chaos/test_kill_*.py $(ARGS)
 
 check: $(SETUP) ## lints, checks formatting, types and generated code
 	@echo "check: ruff check"
@@ -55,6 +54,10 @@ format: $(SETUP) ## formats the code and mends what ruff can
 proto: $(SETUP) ## regenerates proto/frostline/v1/*_pb2*.py from the .proto files
 	@echo "proto: grpc_tools.protoc proto/frostline/v1/*.proto"
 	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --pyi_out=proto --grpc_python_out=proto proto/frostline/v1/*.proto
+
+simulate: $(SETUP) ## simulates shards and workers that fail: SEEDS=500, or SEED=7 for one again
+	@echo "simulate: python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),500)) $(ARGS)"
+	@PYTHONPATH=.:proto $(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),500)) $(ARGS)
 
 bench: $(SETUP) ## measures workloads beside their rivals: WORKLOAD=engine
 	@echo "bench: python -m benchmarks $(WORKLOAD) $(ARGS)"

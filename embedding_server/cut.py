@@ -26,6 +26,7 @@ import numpy as np
 
 from embedding_server.changes import Mark
 from embedding_server.errors import InvalidInput
+from embedding_server.failpoints import failpoint
 from embedding_server.segment_file import sync_folder
 from embedding_server.snapshot_format import (
     MANIFEST,
@@ -138,6 +139,7 @@ class Cut:
             self.fail(error)
 
     def _begin(self, tables: Mapping[str, Table]) -> None:
+        failpoint("cut.begin")
         objects = self.request.folder.parent / OBJECTS
         objects.mkdir(parents=True, exist_ok=True)
         if self._folder.exists():  # of a process that died
@@ -264,8 +266,13 @@ class Cut:
 
 def _publish(folder: Path, tables: list[TableCut], record: ShardRecord) -> FileRecord:
     """Brings a shard's part to disk, shard.json, which is returned, last."""
+    failpoint("cut.before_publish")
     for table in tables:
         table.publish()
+    failpoint("cut.before_folders")
     for place in (folder.parent.parent / OBJECTS, folder, folder.parent, folder.parent.parent):
         sync_folder(place)
-    return write_sealed_json(folder / RECORD, record.model_dump(mode="json"))
+    failpoint("cut.before_record")
+    written = write_sealed_json(folder / RECORD, record.model_dump(mode="json"))
+    failpoint("cut.after_record")
+    return written

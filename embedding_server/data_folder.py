@@ -12,6 +12,7 @@ from pathlib import Path
 
 from embedding_server.errors import InvalidInput
 from embedding_server.file_lock import open_lock, try_lock
+from embedding_server.segment_file import make_folder
 from embedding_server.temporary_folder import TemporaryFolder
 
 _LOCK = "shard.lock"
@@ -42,7 +43,7 @@ class DataFolder:
 
 def _made(folder: Path) -> Path:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     except OSError as error:
         raise InvalidInput(f"data_dir={folder}: {error}; name a folder that can be made there") from None
     return folder

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from embedding_server.errors import InvalidInput, StoreUnavailable
+from embedding_server.failpoints import failpoint
 from embedding_server.segment_file import sync_folder
 
 _FILE = "epochs.json"  # {job: epoch}; DO NOT CHANGE
@@ -32,12 +33,15 @@ def save_epochs(folder: Path, epochs: Mapping[str, int]) -> None:
     path = folder / _FILE
     temporary = path.with_suffix(".tmp")
     try:
+        failpoint("epochs.before_write")
         folder.mkdir(parents=True, exist_ok=True)
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump(epochs, file)
             file.flush()
             os.fsync(file.fileno())
+        failpoint("epochs.before_rename")
         os.replace(temporary, path)
+        failpoint("epochs.before_folder_sync")
         sync_folder(folder)
     except OSError as error:
         raise StoreUnavailable(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embedding_server.errors import SegmentCorrupt
+from embedding_server.failpoints import failpoint
 from embedding_server.index import INITIAL, Entries
 from embedding_server.kernels.frozen import NEAREST, choose_bits, quantise, rounding_keys
 from embedding_server.optimizers import decode_accumulator, encode_accumulator, step_at_freeze
@@ -46,6 +47,7 @@ def freeze(table: Table, entries: Entries, step: int) -> tuple[int, int]:
         part = slice(start, start + _ROWS_AT_ONCE)
         slots = entries.locations[part].astype(np.int32)
         bits[part] = _freeze_part(table, entries.row_ids[part], entries.addresses[part], slots, step)
+        failpoint("freeze.after_flip")
         table.slots.give_back(slots[bits[part] != 0])
     frozen = int(np.count_nonzero(bits))
     table.generation += 1
@@ -73,6 +75,7 @@ def _freeze_part(
         keys = rounding_keys(row_ids[at], step) if is_at_random else NEAREST
         stored = quantise(weights[at], wanted, keys)
         locations = table.segments.append(row_ids[at], stored, accumulators[at], visits[at], bits=wanted)
+        failpoint("freeze.before_flip")
         table.index.set_locations(entry_addresses[at], locations)
     return bits
 
@@ -94,6 +97,7 @@ def thaw(table: Table, addresses: np.ndarray, locations: np.ndarray, row_ids: np
         except SegmentCorrupt:
             table.slots.give_back(slots)
             raise
+    failpoint("thaw.before_flip")
     table.index.set_locations(addresses, slots.astype(np.uint32))
     table.last_step.array[slots, 0] = step
     table.undo_decay(slots, row_ids, step)

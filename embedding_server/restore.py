@@ -23,6 +23,7 @@ import numpy as np
 
 from embedding_server import heat
 from embedding_server.errors import FrostlineError, InvalidInput, Overloaded, SegmentCorrupt
+from embedding_server.failpoints import failpoint
 from embedding_server.hot_limit import take_slots
 from embedding_server.index import INITIAL
 from embedding_server.kernels.hashing import buckets_of
@@ -104,6 +105,7 @@ class Restore:
         self._emptied = []
 
     def _run(self) -> Generator[None, None, None]:
+        failpoint("restore.parts")
         parts = read_parts(self.folder)
         step = parts[0].record.step
         self._check(parts)
@@ -117,6 +119,7 @@ class Restore:
             table.move_origin_of_heat(step)
             yield
             yield from _TableRestore(table, parts, self._buckets, step, self._on_event).run()
+        failpoint("restore.end")
         self._job.steps.end_restore(step)
         self._emptied = []
 
@@ -248,6 +251,7 @@ class _TableRestore:
 
     def _add_hot(self, hot: HotRowsFile, chunk: HotChunk, sums: np.ndarray) -> None:
         table = self._table
+        failpoint("restore.hot_rows")
         mine = np.flatnonzero(self._buckets[buckets_of(chunk.row_ids, NUM_BUCKETS)])
         if not mine.shape[0]:
             return
@@ -325,6 +329,7 @@ class _TableRestore:
         self, objects: Path, path: Path, segment: SegmentRecord, frozen: ColumnReader, column: str
     ) -> Iterator[None]:
         table = self._table
+        failpoint("restore.segment")
         mapped = take_object(objects, segment, path)
         try:
             _check_segment(mapped, table.spec)

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 from isal.isal_zlib import crc32
 
+from embedding_server.failpoints import failpoint
 from embedding_server.kernels import frozen
 
 FORMAT_VERSION = 1
@@ -184,8 +185,11 @@ def write_segment(path: Path, fmt: SegmentFormat, frozen_step: int, arrays: Segm
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     try:
+        failpoint("segment.before_write")
         _write_partial(partial, fmt, frozen_step, arrays)
+        failpoint("segment.before_rename")
         os.rename(partial, path)
+        failpoint("segment.before_folder_sync")
         sync_folder(path.parent)
     except OSError:
         for leftover in (partial, path):
@@ -202,6 +206,7 @@ def _write_partial(partial: Path, fmt: SegmentFormat, frozen_step: int, arrays: 
         for array in (arrays.row_ids, arrays.bucket_offsets, arrays.rows, arrays.accumulators, arrays.visits):
             writer.write(array.data.cast("B"))
         write_all(fd, memoryview(writer.finished_crcs()))
+        failpoint("segment.before_sync")
         sync_fd(fd)
     finally:
         os.close(fd)
@@ -213,3 +218,15 @@ def sync_folder(folder: Path) -> None:
         sync_fd(fd)
     finally:
         os.close(fd)
+
+
+def make_folder(folder: Path) -> None:
+    """As mkdir -p; the names of those that it makes are on disk when it returns, or a power cut could take the folder
+    though what lies in it was synced. OSError."""
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True)
+        sync_folder(each.parent)

@@ -10,11 +10,12 @@ import hashlib
 import re
 from collections import deque
 from collections.abc import Callable, Collection
-from concurrent.futures import Executor, Future, wait
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from pathlib import Path
 
 from embedding_server.errors import SegmentCorrupt
+from embedding_server.failpoints import failpoint
 from embedding_server.segment_builder import SegmentBuilder
 from embedding_server.segment_file import SegmentArrays, SegmentFormat, write_segment
 from embedding_server.segment_reader import MappedSegment, open_segment
@@ -83,7 +84,7 @@ class SegmentWriter:
         """Waits until the write under way is done. False if there is none."""
         if self._write is None:
             return False
-        wait([self._write.done])
+        self._write.done.exception()
         return True
 
     @property
@@ -162,6 +163,7 @@ class SegmentWriter:
     def unlink(self, path: Path) -> None:
         """Deletes a file that nothing reads any more; an event if that fails."""
         try:
+            failpoint("segment.before_unlink")
             path.unlink(missing_ok=True)
         except OSError as error:
             self._on_event(f"table {self._table!r}: cannot delete {path}: {error}; nothing uses it: delete it")

@@ -32,6 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from embedding_server.errors import Overloaded, SegmentCorrupt
+from embedding_server.failpoints import failpoint
 from embedding_server.kernels import locations as kernels
 from embedding_server.kernels.locations import MAX_SLOTS, SLOT_SHIFT
 from embedding_server.segment_builder import (
@@ -561,6 +562,7 @@ class SegmentSet:
             slots = self._plan_merge()
             if not slots.shape[0]:
                 return True
+            failpoint("merge.begin")
             self._merge = self._start_merge(slots)
         merge = self._merge
         if merge is None:
@@ -574,6 +576,7 @@ class SegmentSet:
                 self._end_merge()
                 return True
             return False
+        failpoint("merge.before_drop")
         self._drop(merge.left.pop())
         if merge.left:
             return False
@@ -635,6 +638,7 @@ class SegmentSet:
         kernels.sorted_buckets(row_ids, self._num_buckets, buckets)
         new = output.append(row_ids, buckets, rows, self.accumulators_of(old), self.visits_of(old))
         self._rows[output.slot], self._bytes = output.num_rows, None
+        failpoint("merge.copied")
         moved(row_ids, old, new)
         self.mark_dead(old)
 

@@ -30,6 +30,7 @@ import numpy as np
 from isal.isal_zlib import crc32
 
 from embedding_server.errors import SegmentCorrupt
+from embedding_server.failpoints import failpoint
 from embedding_server.segment_file import CRC_BLOCK_BYTES, PARTIAL_SUFFIX, sync_fd, write_all
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -182,11 +183,13 @@ class ColumnWriter:
     def sync(self) -> None:
         """Returns when what was written is on disk."""
         assert self._fd is not None
+        failpoint("columns.before_sync")
         sync_fd(self._fd)
 
     def publish(self) -> None:
         """Gives the file its name; the caller syncs the folder."""
         self._close()
+        failpoint("columns.before_rename")
         os.rename(self._partial, self.path)
 
     def finish(self) -> None:

@@ -51,6 +51,7 @@ import numpy as np
 from isal.isal_zlib import crc32
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from embedding_server.failpoints import failpoint
 from embedding_server.optimizers import num_state_columns
 from embedding_server.segment_file import PARTIAL_SUFFIX, sync_fd, sync_folder, write_all
 from embedding_server.snapshot_file import Column, ColumnWriter, corrupt, open_regular
@@ -276,10 +277,13 @@ def write_sealed_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
         fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             write_all(fd, memoryview(data))
+            failpoint("sealed.before_sync")
             sync_fd(fd)
         finally:
             os.close(fd)
+        failpoint("sealed.before_rename")
         os.rename(partial, path)
+        failpoint("sealed.before_folder_sync")
         sync_folder(path.parent)
     except OSError:
         with contextlib.suppress(OSError):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from embedding_server.failpoints import failpoint
 from embedding_server.segment_builder import SegmentBuilder
 from embedding_server.segment_file import PARTIAL_SUFFIX, sync_fd, sync_folder, write_segment
 from embedding_server.segment_reader import MappedSegment, open_segment
@@ -88,6 +89,7 @@ def link_or_copy(source: Path, target: Path, size_bytes: int) -> int:
     if target.is_symlink() or (target.exists() and target.stat().st_size != size_bytes):
         target.unlink()  # nobody but an accident makes one; a whole one takes its place
     try:
+        failpoint("object.before_link")
         os.link(source, target, follow_symlinks=False)
     except FileExistsError:
         return 0
@@ -102,10 +104,12 @@ def link_or_copy(source: Path, target: Path, size_bytes: int) -> int:
 def _copy(source: Path, target: Path) -> None:
     partial = _own_name(target.parent, target.name)
     try:
+        failpoint("object.before_copy")
         with open(source, "rb") as reader, open(partial, "wb") as writer:
             shutil.copyfileobj(reader, writer, 4 << 20)
             writer.flush()
             sync_fd(writer.fileno())
+        failpoint("object.before_rename")
         os.rename(partial, target)
         sync_folder(target.parent)
     except OSError:

@@ -24,6 +24,7 @@ import numpy as np
 
 from embedding_server.admission import NUM_WAITING_BUCKETS
 from embedding_server.changes import Mark
+from embedding_server.failpoints import failpoint
 from embedding_server.index import FROZEN_BIT, INITIAL, Index
 from embedding_server.index_walk import slice_end
 from embedding_server.kernels.hashing import buckets_of
@@ -226,6 +227,7 @@ class TableCut:
         hot = self._files[0]
         rows_at_once = max(1, min(_SLICE_ROWS, _SLICE_BYTES // self._table.hot_row_bytes))
         while self.bucket < NUM_BUCKETS:
+            failpoint("cut.rows")
             last = slice_end(self._table.index, self.bucket, rows_at_once)
             hot_ids, is_written = self._begin_buckets(last)
             for start in range(0, hot_ids.shape[0], rows_at_once):

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from embedding_server import compaction
+from embedding_server.failpoints import failpoint
 from embedding_server.index_walk import ENTRIES_PER_SLICE, slice_end
 from embedding_server.store import Moves
 
@@ -66,6 +67,7 @@ class TablePass(ABC):
             budget -= 1 + moved + int(scanned if share < 1.0 else scanned / _SCANNED_PER_MOVE)
             moves[table.spec.name] = moves.get(table.spec.name, Moves()) + done
             self._bucket = last
+            failpoint("reselection.slice")
             if last == table.index.num_buckets:
                 self._end_table(finished=True)
         return moves, self._table is None and not self._waiting
@@ -79,6 +81,7 @@ class TablePass(ABC):
     def _next_table(self) -> bool:
         if not self._waiting:
             return False
+        failpoint("reselection.table")
         self._table, self._bucket = self._waiting.pop(0), 0
         self.begin(self._table)
         return True

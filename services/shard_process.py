@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from embedding_server.failpoints import set_from_environment
 from services.admission import Limits
 from services.allocator import set_allocator
 from services.local_shards import LocalShards, start_shards
@@ -63,6 +64,7 @@ class ShardOptions:
 def run_shard(options: ShardOptions) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status. Main thread only, and first thing in the process."""
     allocator = set_allocator()
+    set_from_environment(os.environ)
     _set_threads(options.threads)
     logging.basicConfig(
         stream=sys.stderr,

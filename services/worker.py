@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from embedding_server.errors import FrostlineError
+from embedding_server.failpoints import set_from_environment
 from services.allocator import set_allocator
 from trainer.report import Progress
 
@@ -64,6 +65,7 @@ def run_as_worker(
     config: dict[str, Any], rank: int, size: int, local_size: int, show: Callable[[Progress], Any]
 ) -> dict[str, Any]:
     set_allocator()
+    set_from_environment(os.environ)
     from services.shard_channel import CallTimes
     from services.shard_client import RemoteStore
     from trainer.group import Group

@@ -24,6 +24,8 @@ import numpy as np
 import torch
 
 from embedding_server.errors import FrostlineError, InvalidInput
+from embedding_server.failpoints import failpoint
+from embedding_server.segment_file import make_folder
 from embedding_server.store import EmbeddingStore, EpochInfo, Identity
 from trainer.delta_chain import DeltaChain, ParentCut
 from trainer.dense_state import DenseState, capture
@@ -155,7 +157,8 @@ class Cuts:
         )
         cut = self._folder / CutName(manifest.epoch, manifest.step).folder
         try:
-            cut.mkdir(parents=True)
+            make_folder(self._folder)
+            cut.mkdir()
         except OSError as error:
             self._fail(step, error, log)
             return None
@@ -303,13 +306,17 @@ class _Writing(threading.Thread):
         self.join(10 * POLL_S)
 
     def _write(self) -> None:
+        failpoint("manifest.before_dense")
         dense = write_dense(self.cut, self._dense.to_bytes())
+        failpoint("manifest.before_shards")
         self.bytes_written = dense.size_bytes
         if not self._wait_for_shards():
             return
         shards = shard_entries(self.cut, self._store.num_shards)
+        failpoint("manifest.before_write")
         entry = write_manifest(self.cut, self._manifest.model_copy(update={"shards": shards, "dense": [dense]}))
         try:
+            failpoint("manifest.before_gc")
             keep_newest(self._folder, self._keep, self._manifest.run, self._manifest.epoch)
         except OSError as error:  # the cut is whole all the same
             _LOG.warning("%s: old snapshots are not removed: %s", self._folder, error)

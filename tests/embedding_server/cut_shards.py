@@ -13,6 +13,7 @@ from embedding_server.shard import Shard, ShardGradients
 from embedding_server.spec import TableSpec
 from embedding_server.store import DEFAULT, NUM_BUCKETS, TRAINABLE, Identity
 from embedding_server.table import Table
+from tests.embedding_server.table_state import rows_of, waiting_of
 
 State = dict[str, object]
 
@@ -146,32 +147,9 @@ def _state_of(tables: list[Table]) -> State:
         state["default"].add((table.default_row.read().tobytes(), table.default_row.read_state().tobytes()))
         state["frostline"].add(table.frostline)
         state["seen"].add(table.last_step_seen)
-        entries = table.index.scan(0, NUM_BUCKETS)
-        for row_id, location, code in zip(
-            entries.row_ids.tolist(), entries.locations.tolist(), entries.heat.tolist(), strict=True
-        ):
-            assert row_id not in rows
-            rows[row_id] = (code, *_row_of(table, location))
-        assert table.rows_frozen == sum(
-            row[1] != "hot" for i, row in rows.items() if i in set(entries.row_ids.tolist())
-        )
-        if table.waiting is not None:
-            for bucket in range(64):
-                ids, counts = table.waiting.scan(bucket)
-                waiting |= dict(zip(ids.tolist(), counts.tolist(), strict=True))
+        of_table = rows_of(table)
+        assert not rows.keys() & of_table.keys()
+        assert table.rows_frozen == sum(row[1] != "hot" for row in of_table.values())
+        rows |= of_table
+        waiting |= waiting_of(table)
     return {**state, "rows": rows, "waiting": waiting}
-
-
-def _row_of(table: Table, location: int) -> tuple:
-    if location == 0xFFFFFFFF:
-        return ("initial",)
-    at = np.array([location], np.uint32)
-    if location >> 31:
-        rows = table.segments
-        encoded = rows._reader.encoded_rows(at, rows.formats[int(rows.bits_of(at)[0])].row_bytes)
-        return "frozen", encoded.tobytes(), int(rows.accumulators_of(at)[0]), int(rows.visits_of(at)[0])
-    slots = at.astype(np.int32)
-    weights, state = table.hot.read_stored(slots)
-    owed = table.pending(slots).tobytes()
-    last_step, visits = int(table.last_step.array[location, 0]), int(table.visits.array[location, 0])
-    return "hot", weights.tobytes(), state.tobytes(), last_step, visits, owed

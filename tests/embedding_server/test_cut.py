@@ -27,7 +27,8 @@ from embedding_server.snapshot_format import part_folder, read_shard_record
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
 from embedding_server.store import NUM_BUCKETS, CutProgress, Identity
 from tests.embedding_server.cut_shards import CutShards
-from tests.embedding_server.test_shard_model import DIM, HOT_ROW_BYTES, NO_CAP, Harness, Model, policies
+from tests.embedding_server.table_model import TableModel
+from tests.embedding_server.test_shard_model import DIM, HOT_ROW_BYTES, NO_CAP, POOL, Harness, policies
 
 
 class CutHarness(Harness):
@@ -36,7 +37,7 @@ class CutHarness(Harness):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.draw = None
-        self.at_cut: tuple[int, Model, dict[int, bytes]] | None = None
+        self.at_cut: tuple[int, TableModel, dict[int, bytes]] | None = None
         self.visited: set[tuple[int, int, int]] = set()
 
     def begin_cut(self, folder: Path, parent: Path | None = None) -> None:
@@ -88,7 +89,7 @@ def check_equal(shards: list[Shard], harness: CutHarness) -> None:
     for shard in shards:
         assert shard.current_epoch("job").last_step == step
         table = shard._tables["t"]
-        assert table.default_row.read().tobytes() == model.default.tobytes()
+        assert table.default_row.read().tobytes() == model.default.values.tobytes()
         assert table.frostline == model.frostline
         entries = table.index.scan(0, NUM_BUCKETS)
         assert shard.buckets[buckets_of(entries.row_ids, NUM_BUCKETS)].all()
@@ -142,7 +143,7 @@ def make_harness(data, *, capped: bool) -> CutHarness:
     )
     spec = TableSpec(name="t", dim=DIM, optimizer=OptimizerSpec(kind="sgd"), policy=policy, init_min=0.0, init_max=0.0)
     mode = data.draw(st.sampled_from(["sync", "pipelined"]))
-    return CutHarness(spec, data.draw(st.integers(1, 2)), mode, Model(spec, max_hot))
+    return CutHarness(spec, data.draw(st.integers(1, 2)), mode, TableModel(spec, POOL, max_hot))
 
 
 def _run(data, folder: Path, harness: CutHarness, num_shards: int) -> None:

@@ -9,207 +9,23 @@ FBGEMM's own quantise and dequantise, or the reference's quantise where rows are
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import fbgemm_gpu  # noqa: F401  registers the torch operators
 import numpy as np
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from embedding_server import heat
-from embedding_server.kernels import frozen_reference
-from embedding_server.kernels.hashing import buckets_of
-from embedding_server.policy import control_buckets, frostline_at, hot_fraction_at, is_above, may_move, rank_bins
+from embedding_server.policy import frostline_at
 from embedding_server.reserved import PAGE_BYTES
 from embedding_server.shard import Shard, ShardGradients
 from embedding_server.spec import OptimizerSpec, PolicySpec, ScheduleSpec, TableSpec
-from embedding_server.store import BAND_SHIFT, DEFAULT, FOUND, NUM_BUCKETS, TRAINABLE, Identity
+from embedding_server.store import BAND_SHIFT, DEFAULT, FOUND, TRAINABLE, Identity
+from tests.embedding_server.table_model import NO_CAP, Row, TableModel
 
 DIM = 4
 HOT_ROW_BYTES = 4 * DIM + 5  # sgd: weights, last_step, visits
-NO_CAP = 2**31 - 1
 POOL = [-(2**63), 2**63 - 1, -1, 0, 1, *range(100, 130)]
-
-
-@dataclass
-class Row:
-    values: np.ndarray
-    hot: bool = True
-    last_step: int = 0
-    visits: int = 0  # while it was hot
-    heat: int = 0
-
-
-@dataclass
-class Model:
-    """The table as a dictionary. Every rule is written once more here, row by row."""
-
-    spec: TableSpec
-    max_hot: int
-    rows: dict[int, Row] = field(default_factory=dict)
-    counts: dict[int, int] = field(default_factory=dict)
-    counted: set[tuple[int, int]] = field(default_factory=set)
-    default: np.ndarray = field(default_factory=lambda: np.zeros(DIM, np.float32))
-    frostline: object = None
-    moves: Counter[str] = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        self.policy = self.spec.policy
-        control = control_buckets(self.spec)
-        buckets = buckets_of(np.array(POOL, np.int64), NUM_BUCKETS)
-        self.control = {row_id for row_id, bucket in zip(POOL, buckets.tolist(), strict=True) if control[bucket]}
-
-    def pull(self, row_ids: list[int], step: int, is_frozen: Callable[[int], bool]) -> None:
-        """Hot rows first, then frozen ones, then new ones. is_frozen asks the table: among equal heat it chooses."""
-        first = {row_id: (row_id, step) not in self.counted for row_id in row_ids}
-        self.counted.update((row_id, step) for row_id in row_ids)
-        frozen = []
-        for row_id in row_ids:
-            row = self.rows.get(row_id)
-            if row is None:
-                continue
-            if not row.hot:
-                frozen.append(row_id)
-            elif row.last_step != step:
-                row.visits, row.last_step = min(255, row.visits + 1), step
-            if first[row_id]:
-                row.heat = self._bump(row.heat, row_id, step)
-        new = [row_id for row_id in row_ids if row_id not in self.rows]
-        if self.policy.kind == "topk":  # only those on probation, which froze because nobody visited them
-            frozen = [row_id for row_id in frozen if self.rows[row_id].visits < self.policy.probation_visits]
-        for row_id in self._with_room(frozen, step, is_frozen):
-            row = self.rows[row_id]
-            row.hot, row.visits, row.last_step = True, min(255, row.visits + 1), step
-            self.moves["thawed_visit"] += 1
-        for row_id in new:
-            self.counts[row_id] = self.counts.get(row_id, 0) + first[row_id]
-        earned = [row_id for row_id in new if self.counts[row_id] >= self.policy.min_count]
-        starts_hot = {row_id: self._starts_hot(row_id, step) for row_id in earned}
-        for row_id in self._with_room([i for i in earned if starts_hot[i]], step, is_frozen):
-            self._insert(row_id, Row(np.zeros(DIM, np.float32), True, step, self.policy.min_count), step)
-        for row_id in earned:
-            if not starts_hot[row_id]:
-                self._insert(row_id, Row(np.zeros(DIM, np.float32), hot=False), step)
-
-    def _insert(self, row_id: int, row: Row, step: int) -> None:
-        row.heat = self._bump(0, row_id, step)
-        self.rows[row_id] = row
-
-    def _starts_hot(self, row_id: int, step: int) -> bool:
-        if self.frostline is None or self.policy.probation_visits or row_id in self.control:
-            return True
-        return self._above(row_id, int(heat.now_code(step, self.policy.half_life_steps)))
-
-    def _with_room(self, row_ids: list[int], step: int, is_frozen: Callable[[int], bool]) -> list[int]:
-        """Those that get a hot slot, after the coldest rows froze to make room under hot_bytes."""
-        num_hot = sum(row.hot for row in self.rows.values())
-        short = len(row_ids) - (self.max_hot - num_hot)
-        if short > 0 and self.policy.kind != "off":
-            may = {i: row for i, row in self.rows.items() if row.hot and row.last_step < step - 1}
-            for group in (may.keys() - self.control, may.keys() & self.control):
-                frozen = self._freeze_coldest({i: may[i] for i in group}, short, step, is_frozen)
-                short -= frozen
-                num_hot -= frozen
-        return row_ids[: max(0, self.max_hot - num_hot)]
-
-    def _freeze_coldest(self, rows: dict[int, Row], wanted: int, step: int, is_frozen: Callable[[int], bool]) -> int:
-        if wanted <= 0 or not rows:
-            return 0
-        coldest = sorted(rows.values(), key=lambda row: row.heat)[: max(wanted, len(rows) // 16)]
-        limit = coldest[-1].heat
-        ties = [i for i, row in rows.items() if row.heat == limit]
-        needed = sum(row.heat == limit for row in coldest)
-        chosen = [i for i in ties if len(ties) == needed or is_frozen(i)][:needed]  # others may freeze later on
-        assert len(chosen) == needed
-        for row_id in [*(i for i, row in rows.items() if row.heat < limit), *chosen]:
-            self._freeze(row_id, "frozen_limit", step)
-        return len(coldest)
-
-    def _bump(self, code: int, row_id: int, step: int) -> int:
-        if self.policy.kind == "off":
-            return 0
-        now = heat.now_code(step, self.policy.half_life_steps)
-        return int(heat.bump(np.uint16(code), now, np.int64(row_id), step, heat.LOG_TABLE))
-
-    def _above(self, row_id: int, code: int) -> bool:
-        ids = np.array([row_id], np.int64)
-        return bool(is_above(self.frostline, rank_bins(self.policy, ids, np.array([code], np.uint16)), ids)[0])
-
-    def _may_move(self, row_id: int, code: int, step: int) -> bool:
-        ids = np.array([row_id], np.int64)
-        return bool(may_move(self.frostline, rank_bins(self.policy, ids, np.array([code], np.uint16)), ids, step)[0])
-
-    def reselect(self, step: int, frostline: object, is_frozen: Callable[[int], bool]) -> None:
-        if self.policy.kind == "topk":
-            self._rank(step, frostline, is_frozen)
-        for row_id, row in list(self.rows.items()):
-            if self.policy.kind not in ("idle", "compact") or row_id in self.control:
-                continue
-            is_rare = self.policy.kind == "compact" and row.visits < self.policy.forget_below
-            if row.hot and row.last_step + self.policy.idle_steps <= step:
-                self._forget(row_id) if is_rare else self._freeze(row_id, "frozen_idle", step)
-            elif not row.hot and is_rare:  # a limit froze it: how long it has been idle shows in its heat alone
-                ago = self.policy.idle_steps / self.policy.half_life_steps * heat.CODES_PER_OCTAVE
-                if row.heat < heat.now_code(step, self.policy.half_life_steps) - ago:
-                    self._forget(row_id)
-
-    def _rank(self, step: int, frostline: object, is_frozen: Callable[[int], bool]) -> None:
-        self.frostline = frostline
-        above = {i for i, row in self.rows.items() if i in self.control or self._above(i, row.heat)}
-        may = {i for i, row in self.rows.items() if self._may_move(i, row.heat, step)}
-        ranked = {i for i, row in self.rows.items() if row.visits >= self.policy.probation_visits}
-        warm = above & may & ranked if self.policy.resume else set()
-        thaws = [i for i in warm | (self.control & self.rows.keys()) if not self.rows[i].hot]
-        for row_id, row in self.rows.items():
-            if row.hot and row.visits < self.policy.probation_visits:
-                is_idle = row.last_step + self.policy.idle_steps <= step
-                if is_idle and row_id not in self.control and hot_fraction_at(self.policy, step) < 1.0:
-                    self._freeze(row_id, "frozen_idle", step)
-            elif row.hot and row_id in may - above:
-                self._freeze(row_id, "frozen_rank", step)
-        num_thawed = len(self._with_room(thaws, step, is_frozen))
-        thawed = [i for i in thaws if num_thawed == len(thaws) or not is_frozen(i)]
-        assert len(thawed) == num_thawed
-        for row_id in thawed:
-            self.rows[row_id].hot, self.rows[row_id].last_step = True, step
-            self.moves["thawed_rank"] += 1
-
-    def end_data_pass(self) -> None:
-        if self.policy.kind == "off" or self.policy.epoch_end == "keep":
-            return
-        for row_id in [i for i, row in self.rows.items() if row.visits < self.policy.forget_below]:
-            if row_id not in self.control:
-                self._forget(row_id)
-
-    def _forget(self, row_id: int) -> None:
-        del self.rows[row_id]
-        self.counts[row_id] = 0
-        self.moves["forgotten"] += 1
-
-    def _freeze(self, row_id: int, reason: str, step: int) -> None:
-        row = self.rows[row_id]
-        row.hot = False
-        self.moves[reason] += 1
-        keys = frozen_reference.rounding_keys(np.array([row_id], np.int64), step)
-        row.values = _through_fbgemm(
-            row.values, self.policy.frozen_bits, keys if self.policy.freeze_rounding == "stochastic" else None
-        )
-
-
-def _through_fbgemm(values: np.ndarray, bits: int, keys: np.ndarray | None) -> np.ndarray:
-    """FBGEMM's quantise and dequantise; with keys the reference's quantise, since FBGEMM rounds to the nearest only."""
-    rows = torch.from_numpy(values[None].copy())
-    at_random = None if keys is None else torch.from_numpy(frozen_reference.quantise(values[None], bits, keys))
-    if bits == 8:
-        fused = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows) if at_random is None else at_random
-        return torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(fused).numpy()[0]
-    if bits == 4:
-        fused = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(rows, 4) if at_random is None else at_random
-        return torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(fused, 4).numpy()[0]
-    return values
 
 
 @dataclass
@@ -217,7 +33,7 @@ class Harness:
     spec: TableSpec
     num_workers: int
     mode: str
-    model: Model
+    model: TableModel
     has_hints: bool = False  # a Prefetch of every row_id comes between any two calls
 
     def __post_init__(self) -> None:
@@ -258,7 +74,7 @@ class Harness:
             row = self.model.rows.get(row_id)
             if row is None:
                 reads_default = pulled or self.spec.policy.min_count > 1
-                expected = self.model.default if reads_default else np.zeros(DIM, np.float32)
+                expected = self.model.default.values if reads_default else np.zeros(DIM, np.float32)
                 assert rows.flags[i] == (DEFAULT if reads_default else 0)
             else:
                 expected = row.values
@@ -330,10 +146,10 @@ class Harness:
             steps = [total]
         for one in steps:
             for row_id, gradient in one.items():
-                self.model.rows[row_id].values = self.model.rows[row_id].values - gradient / self.num_workers
+                self.model.apply(self.model.rows[row_id], gradient, 1 / self.num_workers)
         for push in pushes:
             if push.default_gradient is not None:
-                self.model.default = self.model.default - push.default_gradient / self.num_workers
+                self.model.apply(self.model.default, push.default_gradient, 1 / self.num_workers)
 
     def _push_one(self, worker: int, push: ShardGradients):
         self.hint()
@@ -445,7 +261,9 @@ def _run(data, *, frozen_bits: int) -> None:
     )
     spec = TableSpec(name="t", dim=DIM, optimizer=OptimizerSpec(kind="sgd"), policy=policy, init_min=0.0, init_max=0.0)
     mode = data.draw(st.sampled_from(["sync", "pipelined"]))
-    harness = Harness(spec, data.draw(st.integers(1, 2)), mode, Model(spec, max_hot), data.draw(st.booleans()))
+    harness = Harness(
+        spec, data.draw(st.integers(1, 2)), mode, TableModel(spec, POOL, max_hot), data.draw(st.booleans())
+    )
     try:
         for _ in range(data.draw(st.integers(1, 6))):
             harness.run_step(data.draw)
