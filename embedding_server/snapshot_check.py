@@ -25,7 +25,7 @@ from embedding_server.kernels.hashing import buckets_of
 from embedding_server.snapshot_file import ColumnReader, corrupt
 from embedding_server.snapshot_hot import HotRowsFile
 from embedding_server.snapshot_parts import Part
-from embedding_server.snapshot_rows import PartTable, objects_of, open_frozen, open_object
+from embedding_server.snapshot_rows import PartTable, open_frozen, open_object
 from embedding_server.store import NUM_BUCKETS
 
 _ROWS_AT_ONCE = 1 << 16
@@ -81,7 +81,7 @@ class _TableCheck:
                 self._findings.bytes_read += size
 
     def _check_segment(self, k: int) -> None:
-        with closing(open_object(objects_of(self._part), self._record.segments[k], self._record.spec)) as mapped:
+        with closing(open_object(self._part.objects, self._record.segments[k], self._record.spec)) as mapped:
             for _ in mapped.check_all():
                 pass
             self._findings.bytes_read += mapped.size_bytes
@@ -118,7 +118,7 @@ class _TableCheck:
     def _ids(self, table: PartTable, offsets: np.ndarray, first: int, last: int) -> Iterator[np.ndarray]:
         yield table.hot.own.read("row_ids", int(offsets[first]), int(offsets[last]))
         for k, segment in enumerate(self._record.segments):
-            with closing(open_object(objects_of(self._part), segment, self._record.spec)) as mapped:
+            with closing(open_object(self._part.objects, segment, self._record.spec)) as mapped:
                 for start, live in table.live(k):
                     row_ids = mapped.arrays.row_ids[start + live]
                     yield _within(row_ids, first, last)

@@ -34,6 +34,7 @@ from embedding_server.segment_file import PARTIAL_SUFFIX, sync_fd, sync_folder, 
 from embedding_server.snapshot_file import corrupt, open_regular
 from embedding_server.snapshot_format import (
     MANIFEST,
+    MAX_JSON_BYTES,
     OBJECTS,
     RECORD,
     ParentRecord,
@@ -56,7 +57,7 @@ _CUT = re.compile(r"cut-([0-9]{12})-([0-9]{1,18})", re.ASCII)
 
 
 class _Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
 
 class FileEntry(_Entry):
@@ -71,7 +72,7 @@ class ShardEntry(_Entry):
     """A shard's part, by its shard.json, which covers the rest."""
 
     part: int = Field(ge=0)
-    size_bytes: int = Field(ge=0)
+    size_bytes: int = Field(ge=0, le=MAX_JSON_BYTES)
     crc32: int = Field(ge=0, lt=1 << 32)
 
 

@@ -11,7 +11,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 
 from embedding_server.errors import InvalidInput
 from embedding_server.segment_file import PARTIAL_SUFFIX, sync_fd, sync_folder, write_all
+from embedding_server.strict_json import parse_strict
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_HEADER_VALUES = 1 << 19  # some 50 MB as Python objects
@@ -193,11 +194,9 @@ class TensorFile:
                 f" {MAX_HEADER_BYTES}"
             )
         data = bytes(self._read(8, length))
-        if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_HEADER_VALUES:
-            raise self.bad(f"its header has more than {MAX_HEADER_VALUES} values")
         try:
-            header = json.loads(data.decode(), object_pairs_hook=_unique_keys)
-        except (ValueError, RecursionError) as error:
+            header = parse_strict(data, MAX_HEADER_VALUES)
+        except ValueError as error:
             raise self.bad(f"its header is no JSON ({error}); it is no safetensors file") from None
         if not isinstance(header, dict):
             raise self.bad("its header is no JSON object; it is no safetensors file")
@@ -245,10 +244,3 @@ class TensorFile:
 
 def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 62 for value in values)
-
-
-def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key appears twice")
-    return found
