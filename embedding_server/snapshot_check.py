@@ -104,16 +104,17 @@ class _TableCheck:
     def _check_ids(self, table: PartTable, offsets: np.ndarray, first: int, last: int) -> None:
         """Those in buckets [first, last): none twice, none in a bucket that the part does not own."""
         row_ids = np.concatenate([np.empty(0, np.int64), *self._ids(table, offsets, first, last)])
+        where = f"here, in {table.frozen.path.name} or in a segment"
         foreign = row_ids[~self._part.owned[buckets_of(row_ids, NUM_BUCKETS)]]
         if foreign.shape[0]:
             raise corrupt(
                 table.hot.path,
-                f"row_id {foreign[0]} here, or frozen, is in a bucket that {self._part.folder.name} does not own",
+                f"row_id {foreign[0]}, {where}, is in a bucket that {self._part.folder.name} does not own",
             )
         row_ids.sort()
         twice = row_ids[1:][row_ids[1:] == row_ids[:-1]]
         if twice.shape[0]:
-            raise corrupt(table.hot.path, f"row_id {twice[0]} occurs twice, here or among the frozen ones")
+            raise corrupt(table.hot.path, f"row_id {twice[0]} occurs twice, {where}")
 
     def _ids(self, table: PartTable, offsets: np.ndarray, first: int, last: int) -> Iterator[np.ndarray]:
         yield table.hot.own.read("row_ids", int(offsets[first]), int(offsets[last]))

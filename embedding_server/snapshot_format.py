@@ -49,7 +49,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from isal.isal_zlib import crc32
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from embedding_server.optimizers import num_state_columns
 from embedding_server.segment_file import PARTIAL_SUFFIX, sync_fd, sync_folder, write_all
@@ -59,7 +59,8 @@ from embedding_server.store import MAX_SEQUENCE, NUM_BUCKETS, NUM_RANK_BINS, Fro
 from embedding_server.strict_json import parse_strict
 
 MAX_JSON_BYTES = 16 << 20
-MAX_JSON_VALUES = 1 << 19  # some 50 MB as Python objects
+MAX_JSON_VALUES = 3 << 17  # some 40 MB as Python objects, twice that while they are read
+MAX_JSON_KEYS = 4096  # of an object that a model is made of: each that is wrong costs 1 KB of message
 MAX_SHARDS, MAX_TABLES, MAX_SEGMENTS = 4096, 4096, 256
 NOT_LIVE = 0xFFFF  # in heat.<k>; a live row of this heat, which takes 2^24 visits, is written as 0xFFFE
 OBJECTS, RECORD, MANIFEST = "objects", "shard.json", "manifest.json"
@@ -121,7 +122,7 @@ class TableRecord(_Record):
     rows_written: int = Field(ge=0, lt=2**31, description="of the hot ones, whose weights and state are in this cut")
     rows_initial: int = Field(ge=0, lt=2**40, description="frozen at their initial value")
     rows_waiting: int = Field(ge=0, lt=2**40, description="IDs below min_count")
-    segments: list[SegmentRecord] = Field(max_length=MAX_SEGMENTS)
+    segments: Annotated[list[SegmentRecord], FailFast()] = Field(max_length=MAX_SEGMENTS)
     decay_steps: int = Field(ge=0, le=MAX_STEPS, description="steps that weight_decay has sums of; 0 without decay")
     last_step_seen: int = Field(ge=0, le=MAX_STEPS)
     rate: float = Field(ge=0.0, le=MAX_INITIAL, description="of the last Push, as the update kernels take it")
@@ -175,7 +176,7 @@ class ShardRecord(_Record):
     job: str = Field(min_length=1, max_length=1024)
     step: int = Field(ge=0, le=MAX_STEPS)
     epoch: int = Field(ge=0, lt=2**63)
-    tables: list[TableRecord] = Field(max_length=MAX_TABLES)
+    tables: Annotated[list[TableRecord], FailFast()] = Field(max_length=MAX_TABLES)
     parent: ParentRecord | None = Field(description="None: a full cut")
     sequence: int = Field(ge=0, le=MAX_SEQUENCE, description="deltas since the full cut of the chain")
 
@@ -299,8 +300,9 @@ def write_sealed_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
     return FileRecord(size_bytes=len(data), crc32=crc32(data))
 
 
-def read_sealed_json(path: Path) -> dict[str, Any]:
-    """The content of a file of sealed_json. SegmentCorrupt names the file and what is wrong; OSError."""
+def read_sealed_json(path: Path, max_keys: int | None = None) -> dict[str, Any]:
+    """The content of a file of sealed_json. SegmentCorrupt names the file and what is wrong; OSError. max_keys: as
+    parse_strict has it."""
     data = read_bounded(path)
     seal = _SEAL.match(data[:_SEAL_BYTES])
     if seal is None:
@@ -308,7 +310,7 @@ def read_sealed_json(path: Path) -> dict[str, Any]:
     if int(seal[1], 16) != crc32(data[_SEAL_BYTES:]):
         raise corrupt(path, "does not match its CRC-32")
     try:
-        whole = parse_strict(data, MAX_JSON_VALUES)
+        whole = parse_strict(data, MAX_JSON_VALUES, max_keys)
     except ValueError as error:
         raise corrupt(path, f"is no JSON ({error})") from None
     if set(whole) != {"crc32", "content"} or not isinstance(whole["content"], dict):
@@ -318,7 +320,7 @@ def read_sealed_json(path: Path) -> dict[str, Any]:
 
 def read_model(path: Path, model: type[_Model]) -> _Model:
     """read_sealed_json, checked against a model."""
-    content = read_sealed_json(path)
+    content = read_sealed_json(path, MAX_JSON_KEYS)
     try:
         return model.model_validate(content)
     except ValidationError as error:

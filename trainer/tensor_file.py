@@ -23,7 +23,8 @@ from embedding_server.segment_file import PARTIAL_SUFFIX, sync_fd, sync_folder, 
 from embedding_server.strict_json import parse_strict
 
 MAX_HEADER_BYTES = 16 << 20
-MAX_HEADER_VALUES = 1 << 19  # some 50 MB as Python objects
+MAX_TENSORS = 1 << 16
+MAX_HEADER_VALUES = 3 << 17  # some 40 MB as Python objects, twice that while they are read
 DTYPES: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "F32": np.dtype("<f4")}  # that are read and written
 _ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
@@ -195,15 +196,20 @@ class TensorFile:
             )
         data = bytes(self._read(8, length))
         try:
-            header = parse_strict(data, MAX_HEADER_VALUES)
+            header = parse_strict(data, MAX_HEADER_VALUES, MAX_TENSORS)
         except ValueError as error:
             raise self.bad(f"its header is no JSON ({error}); it is no safetensors file") from None
         if not isinstance(header, dict):
             raise self.bad("its header is no JSON object; it is no safetensors file")
-        header.pop("__metadata__", None)
+        self.metadata = self._metadata(header.pop("__metadata__", {}))
         tensors = {name: self._entry(name, entry, 8 + length) for name, entry in header.items()}
         self._check_cover(tensors, 8 + length, size)
         return tensors
+
+    def _metadata(self, metadata: Any) -> dict[str, str]:
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise self.bad("its __metadata__ must be text by name")
+        return metadata
 
     def _entry(self, name: str, entry: Any, data_start: int) -> Tensor:
         what = f"tensor {name[:200]!r}"

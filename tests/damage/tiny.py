@@ -40,8 +40,15 @@ SPECS = [
 def train(shards: CutShards) -> None:
     """Seven steps, after which there are rows of every kind: hot and frozen, and in `b` frozen at their initial value
     and waiting for a second visit."""
-    idle, busy, new = (np.arange(first, last, dtype=np.int64) for first, last in ((-4, 4), (100, 106), (200, 203)))
-    for row_ids in (idle, idle, busy, busy, np.append(busy, [2**63 - 1, -(2**63)]), np.append(busy, new)):
+    idle, busy, new = (np.arange(first, last, dtype=np.int64) for first, last in ((-4, 4), (100, 106), (200, 206)))
+    for row_ids in (
+        idle,
+        idle,
+        busy,
+        busy,
+        np.append(busy, [2**63 - 1, -(2**63), *range(300, 306)]),
+        np.append(busy, new),
+    ):
         shards.train(row_ids)
         shards.reselect()
     shards.train(new)
