@@ -105,12 +105,14 @@ class Restore:
         step = parts[0].record.step
         self._check(parts)
         self._job.steps.begin_restore()
-        for name in _names(parts):
+        for name in _names(parts):  # all at once: a failure must not leave some with rows of before
             self._emptied.append(name)
-            table = self._renew(name)
+            self._renew(name)
+            yield
+        for name in self._emptied:
+            table = self._tables[name]
             table.job = self._job.steps.job
             table.move_origin_of_heat(step)
-            yield
             yield from _TableRestore(table, parts, self._buckets, step, self._on_event).run()
         self._job.steps.end_restore(step)
         self._emptied = []

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from embedding_server.kernels.hashing import buckets_of
-from embedding_server.restore import read_parts
 from embedding_server.segment_file import SegmentArrays
 from embedding_server.snapshot_format import (
     MANIFEST,
@@ -20,10 +19,12 @@ from embedding_server.snapshot_format import (
     MAX_JSON_VALUES,
     OBJECTS,
     RECORD,
+    cut_folder,
     segment_object,
 )
 from embedding_server.snapshot_format import frozen_file as frozen_name
 from embedding_server.snapshot_format import hot_file as hot_name
+from embedding_server.snapshot_parts import read_parts
 from embedding_server.store import NUM_BUCKETS
 from tests.damage.tampering import (
     Arrays,
@@ -285,6 +286,10 @@ def _linked_elsewhere(cut: Path) -> Path:
     return path
 
 
+def _parent(step: int, size_bytes: int = 500) -> dict[str, int]:
+    return {"step": step, "epoch": 1, "size_bytes": size_bytes, "crc32": 0}
+
+
 _IDS = {"dtype": "I64", "shape": [2], "data_offsets": [0, 16]}
 _F32 = {"dtype": "F32", "shape": [2, 2], "data_offsets": [8, 24]}
 _META = {"format_version": "1", "table": "a", "bits": "8", "dim": "4", "num_buckets": "1024", "frozen_step": "1"}
@@ -323,6 +328,14 @@ CASES: dict[str, Make] = {
     "manifest: a part twice": _by(
         _manifest, lambda cut: manifest(cut, lambda content: content["shards"][1].update(part=0))
     ),
+    "manifest: its own parent": _in_manifest(parent=_parent(7), sequence=1),
+    "manifest: a parent to come": _in_manifest(parent=_parent(8), sequence=1),
+    "manifest: a parent without end": _in_manifest(parent=_parent(3, 2**62), sequence=1),
+    "manifest: a parent that is not there": _by(
+        lambda cut: cut.with_name(cut_folder(3, 1)) / MANIFEST, _in_manifest(parent=_parent(3), sequence=1)
+    ),
+    "manifest: a delta of nothing": _in_manifest(sequence=1),
+    "manifest: a chain without end": _in_manifest(parent=_parent(3), sequence=2**40),
     "manifest: a link": _link(_manifest),
     "manifest: a pipe": _by(_no_manifest, _replaced(_manifest, os.mkfifo)),
     "manifest: a folder": _by(_no_manifest, _replaced(_manifest, Path.mkdir)),
@@ -371,6 +384,10 @@ CASES: dict[str, Make] = {
     "record: a negative size": _in_table(_record, hot={"size_bytes": -1, "crc32": 0}),
     "record: a segment twice": _by(_frozen, lambda cut: record(cut, _repeat_segment)),
     "record: a table twice": _by(folder_of, lambda cut: record(cut, _repeat_table)),
+    "record: its own parent": _in_record(parent=_parent(7), sequence=1),
+    "record: another parent than the manifest's": _in_record(parent=_parent(3), sequence=1),
+    "record: fewer rows written, and no parent": _in_table(_record, rows_written=0),
+    "record: more rows written than there are": _in_table(_record, rows_written=2**31 - 1),
     "record: a link": _link(_record),
     "record: a pipe": _replaced(_record, os.mkfifo),
     "part: a link": _link(folder_of),

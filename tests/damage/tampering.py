@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from isal.isal_zlib import crc32
 
-from embedding_server.restore import read_parts
 from embedding_server.segment_file import SegmentArrays, write_segment
 from embedding_server.segment_reader import open_segment
 from embedding_server.snapshot_file import ColumnReader, ColumnWriter
@@ -28,6 +27,7 @@ from embedding_server.snapshot_format import (
     segment_object,
     write_sealed_json,
 )
+from embedding_server.snapshot_parts import read_parts
 
 Arrays = dict[str, np.ndarray]
 Content = dict[str, Any]

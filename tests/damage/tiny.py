@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from embedding_server.snapshot_format import OBJECTS
+from embedding_server.snapshot_format import OBJECTS, ParentRecord, segment_object
+from embedding_server.snapshot_parts import read_parts
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
 from tests.embedding_server.cut_shards import CutShards
 from trainer.dense_state import capture
@@ -54,17 +55,23 @@ def train(shards: CutShards) -> None:
     shards.train(new)
 
 
-def make_tiny(uri: Path, num_parts: int = 1) -> Path:
-    """The cut's folder."""
+def make_tiny(uri: Path, num_parts: int = 1, *, is_delta: bool = False) -> Path:
+    """The cut's folder. is_delta: it has weights of three rows of a table, and for the others a full cut beside it."""
+    folder = job_folder(uri, NAME)
     with CutShards(SPECS, num_parts) as shards:
         train(shards)
-        cut = shards.cut(job_folder(uri, NAME))
-        finish(cut, shards.step, num_parts)
+        cut = shards.cut(folder)
+        entry = finish(cut, shards.step, num_parts)
+        if is_delta:
+            for _ in range(2):
+                shards.train(np.array([100, 101, 777], np.int64))
+            cut = shards.cut(folder, cut)
+            finish(cut, shards.step, num_parts, parent=entry, sequence=1)
     return cut
 
 
-def finish(cut: Path, step: int, num_parts: int, **changes: object) -> None:
-    """The trainer's part of a cut: dense.safetensors and manifest.json."""
+def finish(cut: Path, step: int, num_parts: int, **changes: object) -> ParentRecord:
+    """The trainer's part of a cut: dense.safetensors and manifest.json. How a delta of it would name it."""
     torch.manual_seed(1)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters())
@@ -87,7 +94,7 @@ def finish(cut: Path, step: int, num_parts: int, **changes: object) -> None:
         "reader": {"data_pass": 0, "step_in_pass": step, "rows_skipped": 0, "batch_size": 8, "seed": 0},
         "resolved_job": {"name": "job"},
     }
-    write_manifest(cut, Manifest.model_validate(manifest | changes))
+    return write_manifest(cut, Manifest.model_validate(manifest | changes))
 
 
 def job_of(uri: Path) -> Job:
@@ -97,6 +104,11 @@ def job_of(uri: Path) -> Job:
 
 
 def files_of(cut: Path) -> list[Path]:
-    """Every file of the snapshot."""
-    found = [path for path in (*cut.rglob("*"), *(cut.parent / OBJECTS).iterdir()) if path.is_file()]
-    return sorted(found)
+    """Every file that is needed: its own, of a parent what has rows of it or vouches for that, the segments that it
+    names."""
+    record = read_parts(cut)[0].record
+    own = [path for path in cut.rglob("*") if path.is_file()]
+    names = {segment_object(segment.digest) for table in record.tables for segment in table.segments}
+    parents = [path for path in cut.parent.glob("cut-*") if path != cut]
+    theirs = [path for parent in parents for path in (*parent.rglob("*.json"), *parent.rglob("*-hot.safetensors"))]
+    return sorted([*own, *(cut.parent / OBJECTS / name for name in names), *theirs])
