@@ -369,7 +369,7 @@ CASES: dict[str, Make] = {
     "record: a digest that is not there": _in_segment_record(
         lambda cut: cut.parent / OBJECTS / segment_object("0" * 64), digest="0" * 64
     ),
-    "record: rows that multiply to 2^64": _in_table(_hot, rows_hot=2**31 - 1),
+    "record: rows that multiply to 2^64": _in_table(_hot, rows_hot=2**31 - 1, rows_written=2**31 - 1),
     "record: waiting IDs that multiply to 2^64": _in_table(_frozen, rows_waiting=2**40 - 1),
     "record: more rows than 2^64": _in_table(_record, rows_hot=2**64),
     "record: negative rows": _in_table(_record, rows_hot=-1),
