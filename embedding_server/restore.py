@@ -33,7 +33,6 @@ from embedding_server.segment_reader import MappedSegment
 from embedding_server.snapshot_file import ColumnReader, corrupt
 from embedding_server.snapshot_format import (
     NOT_LIVE,
-    OBJECTS,
     FileRecord,
     SegmentRecord,
     TableRecord,
@@ -112,12 +111,14 @@ class Restore:
         self._job.steps.begin_restore()
         for name in self.anew - set(_names(parts)):
             self._renew(name)
-        for name in _names(parts):
+        for name in _names(parts):  # all at once: a failure must not leave some with rows of before
             self._emptied.append(name)
-            table = self._renew(name)
+            self._renew(name)
+            yield
+        for name in self._emptied:
+            table = self._tables[name]
             table.job = self._job.steps.job
             table.move_origin_of_heat(step)
-            yield
             yield from _TableRestore(table, parts, self._buckets, step, self._on_event).run()
         failpoint("restore.end")
         self._job.steps.end_restore(step)
@@ -205,7 +206,7 @@ class _TableRestore:
                 self._add_counters(part, record)
                 if not (part.owned & self._buckets).any():
                     continue
-                yield from self._restore_hot(hot)
+                yield from self._restore_hot(part, hot)
             yield from self._restore_frozen(part, number, record)
         table.segments.release()
         table.record_memory()
@@ -242,17 +243,17 @@ class _TableRestore:
 
     # Hot rows -------------------------------------------------------------------------------------------------------
 
-    def _restore_hot(self, hot: HotRowsFile) -> Iterator[None]:
+    def _restore_hot(self, part: Part, hot: HotRowsFile) -> Iterator[None]:
         sums = hot.own.read("weight_decay")
         rows = max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE // self._table.hot_row_bytes))
         for chunk in hot.chunks(rows, self._buckets):
-            self._add_hot(hot, chunk, sums)
+            self._add_hot(part, hot, chunk, sums)
             yield
 
-    def _add_hot(self, hot: HotRowsFile, chunk: HotChunk, sums: np.ndarray) -> None:
+    def _add_hot(self, part: Part, hot: HotRowsFile, chunk: HotChunk, sums: np.ndarray) -> None:
         table = self._table
         failpoint("restore.hot_rows")
-        mine = np.flatnonzero(self._buckets[buckets_of(chunk.row_ids, NUM_BUCKETS)])
+        mine = self._mine(part, hot.path, chunk.row_ids)
         if not mine.shape[0]:
             return
         last_steps = chunk.last_steps[mine]
@@ -271,6 +272,16 @@ class _TableRestore:
         table.last_step.array[slots, 0] = last_steps
         table.visits.array[slots, 0] = chunk.visits[mine]
         self._insert(hot.path, chunk.row_ids[mine], slots.astype(np.uint32), chunk.heat[mine])
+
+    def _mine(self, part: Part, path: Path, row_ids: np.ndarray) -> np.ndarray:
+        """Positions int64[m] of those in this shard's buckets. SegmentCorrupt unless all are in those of the part, or
+        what is restored would depend on which parts a shard reads."""
+        buckets = buckets_of(row_ids, NUM_BUCKETS)
+        is_foreign = ~part.owned[buckets]
+        if is_foreign.any():
+            at = int(np.argmax(is_foreign))
+            raise corrupt(path, f"row_id {row_ids[at]} is in bucket {buckets[at]}, which its shard did not own")
+        return np.flatnonzero(self._buckets[buckets])
 
     def _with_decay(self, weights: np.ndarray, last_steps: np.ndarray, sums: np.ndarray) -> np.ndarray:
         """Weights such that the table's own sums take off them what those of the cut, float64[s + 1], would have."""
@@ -305,32 +316,31 @@ class _TableRestore:
             for k, segment in enumerate(record.segments):
                 yield from self._restore_segment(part, segment, frozen, f"heat.{k}")
             for start in range(0, record.rows_initial, _ROWS_AT_ONCE):
-                self._add_initial(frozen, start, min(record.rows_initial, start + _ROWS_AT_ONCE))
+                self._add_initial(part, frozen, start, min(record.rows_initial, start + _ROWS_AT_ONCE))
                 yield
             waiting = self._table.waiting
             for start in range(0, record.rows_waiting if waiting is not None else 0, _ROWS_AT_ONCE):
-                self._add_waiting(frozen, start, min(record.rows_waiting, start + _ROWS_AT_ONCE))
+                self._add_waiting(part, frozen, start, min(record.rows_waiting, start + _ROWS_AT_ONCE))
                 yield
         finally:
             frozen.close()
 
     def _restore_segment(self, part: Part, segment: SegmentRecord, frozen: ColumnReader, column: str) -> Iterator[None]:
         """Links a segment, unless no row of it is in this shard's buckets, and enters its live rows into the index."""
-        objects = part.folder.parent.parent / OBJECTS
         path = self._table.segments.new_path()
         try:
-            yield from self._restore_file(objects, path, segment, frozen, column)
+            yield from self._restore_file(part, path, segment, frozen, column)
         except SegmentCorrupt as error:  # path is a link to it, that is gone when people look
             if error.path != str(path):
                 raise
-            raise corrupt(objects / segment_object(segment.digest), str(error)) from error
+            raise corrupt(part.objects / segment_object(segment.digest), str(error)) from error
 
     def _restore_file(
-        self, objects: Path, path: Path, segment: SegmentRecord, frozen: ColumnReader, column: str
+        self, part: Part, path: Path, segment: SegmentRecord, frozen: ColumnReader, column: str
     ) -> Iterator[None]:
         table = self._table
         failpoint("restore.segment")
-        mapped = take_object(objects, segment, path)
+        mapped = take_object(part.objects, segment, path)
         try:
             _check_segment(mapped, table.spec)
             yield
@@ -351,7 +361,7 @@ class _TableRestore:
             return
         dead = mapped.num_rows
         for first, last in bucket_ranges(offsets, _ROWS_AT_ONCE):
-            dead -= self._add_frozen(mapped, slot, frozen, column, int(offsets[first]), int(offsets[last]))
+            dead -= self._add_frozen(part, mapped, slot, frozen, column, int(offsets[first]), int(offsets[last]))
             yield
         table.segments.mark_dead(locations_of(slot, 0, dead))  # which ones they are, the index knows
         table.record_memory()
@@ -365,27 +375,28 @@ class _TableRestore:
         return segments.adopt(mapped, is_cold=is_cold)
 
     def _add_frozen(
-        self, mapped: MappedSegment, slot: int, frozen: ColumnReader, column: str, start: int, stop: int
+        self, part: Part, mapped: MappedSegment, slot: int, frozen: ColumnReader, column: str, start: int, stop: int
     ) -> int:
         codes = frozen.read(column, start, stop)
         row_ids = mapped.arrays.row_ids[start:stop]
-        live = np.flatnonzero((codes != NOT_LIVE) & self._buckets[buckets_of(row_ids, NUM_BUCKETS)])
+        live = np.flatnonzero(codes != NOT_LIVE)
+        live = live[self._mine(part, frozen.path, row_ids[live])]
         locations = locations_of(slot, start, stop - start)
         self._insert(frozen.path, row_ids[live], locations[live], codes[live])
         self._table.rows_frozen += live.shape[0]
         return live.shape[0]
 
-    def _add_initial(self, frozen: ColumnReader, start: int, stop: int) -> None:
+    def _add_initial(self, part: Part, frozen: ColumnReader, start: int, stop: int) -> None:
         row_ids = frozen.read("initial_row_ids", start, stop)
-        mine = np.flatnonzero(self._buckets[buckets_of(row_ids, NUM_BUCKETS)])
+        mine = self._mine(part, frozen.path, row_ids)
         codes = frozen.read("initial_heat", start, stop)[mine]
         self._insert(frozen.path, row_ids[mine], np.full(mine.shape[0], INITIAL), codes)
         self._table.rows_frozen += mine.shape[0]
 
-    def _add_waiting(self, frozen: ColumnReader, start: int, stop: int) -> None:
+    def _add_waiting(self, part: Part, frozen: ColumnReader, start: int, stop: int) -> None:
         assert self._table.waiting is not None
         row_ids = frozen.read("waiting_row_ids", start, stop)
-        mine = np.flatnonzero(self._buckets[buckets_of(row_ids, NUM_BUCKETS)])
+        mine = self._mine(part, frozen.path, row_ids)
         counts = frozen.read("waiting_counts", start, stop)[mine]
         if not self._table.waiting.restore(row_ids[mine], counts):
             raise corrupt(frozen.path, "an ID occurs twice among those that wait for admission")

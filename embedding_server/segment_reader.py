@@ -8,7 +8,6 @@ which also checks that each row_id lies in its bucket. What is wrong is told as 
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 import os
 from collections.abc import Iterator
@@ -35,6 +34,7 @@ from embedding_server.segment_file import (
     size_of,
 )
 from embedding_server.spec import MAX_DIM
+from embedding_server.strict_json import parse_strict
 
 #: States of a block: nobody has read it; its CRC-32 was right; its pages were asked for, its CRC-32 is still to check.
 UNCHECKED, CHECKED, ASKED_FOR = 0, 1, 2
@@ -205,21 +205,14 @@ def _read_header(path: Path, fd: int, size: int) -> tuple[SegmentFormat, int, in
     if length % 8:
         raise _corrupt(path, f"header length {length} is not a multiple of 8")
     try:
-        header = json.loads(os.pread(fd, length, 8).decode("ascii"), object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
+        header = parse_strict(os.pread(fd, length, 8), MAX_HEADER_BYTES)
+    except ValueError as error:
         raise _corrupt(path, f"header is no JSON ({error})") from None
     if not isinstance(header, dict):
         raise _corrupt(path, "header is no JSON object")
     fmt, frozen_step = _read_metadata(path, header.pop("__metadata__", None))
     num_rows = _check_tensors(path, header, fmt, 8 + length, size)
     return fmt, num_rows, frozen_step, 8 + length
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key appears twice")
-    return found
 
 
 def _read_metadata(path: Path, metadata: Any) -> tuple[SegmentFormat, int]:

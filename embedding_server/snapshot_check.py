@@ -25,7 +25,7 @@ from embedding_server.kernels.hashing import buckets_of
 from embedding_server.snapshot_file import ColumnReader, corrupt
 from embedding_server.snapshot_hot import HotRowsFile
 from embedding_server.snapshot_parts import Part
-from embedding_server.snapshot_rows import PartTable, objects_of, open_frozen, open_object
+from embedding_server.snapshot_rows import PartTable, open_frozen, open_object
 from embedding_server.store import NUM_BUCKETS
 
 _ROWS_AT_ONCE = 1 << 16
@@ -81,7 +81,7 @@ class _TableCheck:
                 self._findings.bytes_read += size
 
     def _check_segment(self, k: int) -> None:
-        with closing(open_object(objects_of(self._part), self._record.segments[k], self._record.spec)) as mapped:
+        with closing(open_object(self._part.objects, self._record.segments[k], self._record.spec)) as mapped:
             for _ in mapped.check_all():
                 pass
             self._findings.bytes_read += mapped.size_bytes
@@ -104,21 +104,22 @@ class _TableCheck:
     def _check_ids(self, table: PartTable, offsets: np.ndarray, first: int, last: int) -> None:
         """Those in buckets [first, last): none twice, none in a bucket that the part does not own."""
         row_ids = np.concatenate([np.empty(0, np.int64), *self._ids(table, offsets, first, last)])
+        where = f"here, in {table.frozen.path.name} or in a segment"
         foreign = row_ids[~self._part.owned[buckets_of(row_ids, NUM_BUCKETS)]]
         if foreign.shape[0]:
             raise corrupt(
                 table.hot.path,
-                f"row_id {foreign[0]} here, or frozen, is in a bucket that {self._part.folder.name} does not own",
+                f"row_id {foreign[0]}, {where}, is in a bucket that {self._part.folder.name} does not own",
             )
         row_ids.sort()
         twice = row_ids[1:][row_ids[1:] == row_ids[:-1]]
         if twice.shape[0]:
-            raise corrupt(table.hot.path, f"row_id {twice[0]} occurs twice, here or among the frozen ones")
+            raise corrupt(table.hot.path, f"row_id {twice[0]} occurs twice, {where}")
 
     def _ids(self, table: PartTable, offsets: np.ndarray, first: int, last: int) -> Iterator[np.ndarray]:
         yield table.hot.own.read("row_ids", int(offsets[first]), int(offsets[last]))
         for k, segment in enumerate(self._record.segments):
-            with closing(open_object(objects_of(self._part), segment, self._record.spec)) as mapped:
+            with closing(open_object(self._part.objects, segment, self._record.spec)) as mapped:
                 for start, live in table.live(k):
                     row_ids = mapped.arrays.row_ids[start + live]
                     yield _within(row_ids, first, last)

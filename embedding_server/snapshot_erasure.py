@@ -20,7 +20,7 @@ from embedding_server.segment_file import PARTIAL_SUFFIX, sync_folder
 from embedding_server.snapshot_format import SegmentRecord, TableRecord, segment_object
 from embedding_server.snapshot_objects import digest_of
 from embedding_server.snapshot_parts import Part
-from embedding_server.snapshot_rows import PartTable, objects_of, open_object
+from embedding_server.snapshot_rows import PartTable, open_object
 
 _ROWS_AT_ONCE = 1 << 16
 #: row_ids by table
@@ -52,7 +52,7 @@ def _row_ids(table: PartTable) -> Iterator[np.ndarray]:
 
 def _segment_holds(part: Part, table: TableRecord, segment: SegmentRecord, ids: ErasedIds) -> bool:
     """Also where the row is dead."""
-    with closing(open_object(objects_of(part), segment, table.spec)) as mapped:
+    with closing(open_object(part.objects, segment, table.spec)) as mapped:
         mapped.check_offsets()
         return bool(places_of(mapped.arrays, [ids], mapped.check_part).shape[0])
 
@@ -70,7 +70,7 @@ class SegmentsWithout:
         if ids is None:
             return segment
         if segment.digest not in self._known:
-            self._known[segment.digest] = _without(objects_of(part), segment, ids)
+            self._known[segment.digest] = _without(part.objects, segment, ids)
         return self._known[segment.digest].model_copy(update={"has_state": segment.has_state})
 
 

@@ -31,7 +31,7 @@ of the rows of each segment, NOT_LIVE where that position is no row any more:
     initial_heat U16[m]     heat.<k> U16[rows of segment k]
 
 shard.json is JSON of the form {"crc32":"<8 hex digits>","content":{...}}; the CRC-32 is that of every byte behind the
-first comma (`write_sealed_json`), and the content is a ShardRecord. It has the CRC-32 of each column file's block_crcs
+first comma (`sealed_json`), and the content is a ShardRecord. It has the CRC-32 of each column file's block_crcs
 and each segment's digest, which cover all other bytes, and of a delta's parent step, epoch, and size and CRC-32 of the
 whole shard.json.
 """
@@ -45,21 +45,23 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from isal.isal_zlib import crc32
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from embedding_server.failpoints import failpoint
 from embedding_server.optimizers import num_state_columns
 from embedding_server.segment_file import PARTIAL_SUFFIX, sync_fd, sync_folder, write_all
 from embedding_server.snapshot_file import Column, ColumnWriter, corrupt, open_regular
-from embedding_server.spec import MAX_STEPS, TableSpec
+from embedding_server.spec import MAX_INITIAL, MAX_STEPS, TableSpec
 from embedding_server.store import MAX_SEQUENCE, NUM_BUCKETS, NUM_RANK_BINS, Frostline
+from embedding_server.strict_json import parse_strict
 
 MAX_JSON_BYTES = 16 << 20
-MAX_JSON_VALUES = 1 << 19  # some 50 MB as Python objects
+MAX_JSON_VALUES = 3 << 17  # some 40 MB as Python objects, twice that while they are read
+MAX_JSON_KEYS = 4096  # of an object that a model is made of: each that is wrong costs 1 KB of message
 MAX_SHARDS, MAX_TABLES, MAX_SEGMENTS = 4096, 4096, 256
 NOT_LIVE = 0xFFFF  # in heat.<k>; a live row of this heat, which takes 2^24 visits, is written as 0xFFFE
 OBJECTS, RECORD, MANIFEST = "objects", "shard.json", "manifest.json"
@@ -121,13 +123,15 @@ class TableRecord(_Record):
     rows_written: int = Field(ge=0, lt=2**31, description="of the hot ones, whose weights and state are in this cut")
     rows_initial: int = Field(ge=0, lt=2**40, description="frozen at their initial value")
     rows_waiting: int = Field(ge=0, lt=2**40, description="IDs below min_count")
-    segments: list[SegmentRecord] = Field(max_length=MAX_SEGMENTS)
+    segments: Annotated[list[SegmentRecord], FailFast()] = Field(max_length=MAX_SEGMENTS)
     decay_steps: int = Field(ge=0, le=MAX_STEPS, description="steps that weight_decay has sums of; 0 without decay")
     last_step_seen: int = Field(ge=0, le=MAX_STEPS)
-    rate: float = Field(description="of the last Push, as the update kernels take it")
+    rate: float = Field(ge=0.0, le=MAX_INITIAL, description="of the last Push, as the update kernels take it")
     frostline: FrostlineRecord | None
     has_rare_frozen: bool
-    counters: dict[str, int] = Field(max_length=64, description="of TableStats and MaskInfo")
+    counters: dict[str, Annotated[int, Field(ge=0, lt=2**48)]] = Field(
+        max_length=64, description="of TableStats and MaskInfo; sums over all shards stay below 2^63"
+    )
     hot: FileRecord
     frozen: FileRecord
 
@@ -173,7 +177,7 @@ class ShardRecord(_Record):
     job: str = Field(min_length=1, max_length=1024)
     step: int = Field(ge=0, le=MAX_STEPS)
     epoch: int = Field(ge=0, lt=2**63)
-    tables: list[TableRecord] = Field(max_length=MAX_TABLES)
+    tables: Annotated[list[TableRecord], FailFast()] = Field(max_length=MAX_TABLES)
     parent: ParentRecord | None = Field(description="None: a full cut")
     sequence: int = Field(ge=0, le=MAX_SEQUENCE, description="deltas since the full cut of the chain")
 
@@ -182,6 +186,9 @@ class ShardRecord(_Record):
         check_lineage(self.parent, self.sequence, self.step, self.epoch)
         if self.parent is None and not all(table.is_whole for table in self.tables):
             raise ValueError("it has no parent, and lacks rows")
+        for table in self.tables:
+            if table.decay_steps not in (0, self.step):
+                raise ValueError(f"table {table.spec.name!r}: decay_steps={table.decay_steps} must be 0 or the step")
         return self
 
     def owned_buckets(self) -> np.ndarray:
@@ -265,13 +272,18 @@ def frozen_columns_of(segment_rows: list[int], rows_initial: int, rows_waiting: 
 # Reading and writing JSON -------------------------------------------------------------------------------------------
 
 
+def sealed_json(content: Mapping[str, Any]) -> bytes:
+    """A JSON text with its CRC-32 in front. ValueError if a number is not finite."""
+    rest = b'"content":' + json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii") + b"}"
+    return b'{"crc32":"%08x",' % crc32(rest) + rest
+
+
 def write_sealed_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
-    """Writes a whole file with its CRC-32 in front, under its name once it is on disk; OSError, and no file, if not.
+    """Writes a whole file of sealed_json, under its name once it is on disk; OSError, and no file, if not.
 
     Returns its size and the CRC-32 of all of it.
     """
-    rest = b'"content":' + json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii") + b"}"
-    data = b'{"crc32":"%08x",' % crc32(rest) + rest
+    data = sealed_json(content)
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     try:
         fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
@@ -292,19 +304,18 @@ def write_sealed_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
     return FileRecord(size_bytes=len(data), crc32=crc32(data))
 
 
-def read_sealed_json(path: Path) -> dict[str, Any]:
-    """The content of a file of write_sealed_json. SegmentCorrupt names the file and what is wrong; OSError."""
+def read_sealed_json(path: Path, max_keys: int | None = None) -> dict[str, Any]:
+    """The content of a file of sealed_json. SegmentCorrupt names the file and what is wrong; OSError. max_keys: as
+    parse_strict has it."""
     data = read_bounded(path)
     seal = _SEAL.match(data[:_SEAL_BYTES])
     if seal is None:
         raise corrupt(path, "does not start with its CRC-32")
     if int(seal[1], 16) != crc32(data[_SEAL_BYTES:]):
         raise corrupt(path, "does not match its CRC-32")
-    if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_JSON_VALUES:
-        raise corrupt(path, f"has more than {MAX_JSON_VALUES} values")
     try:
-        whole = json.loads(data.decode("ascii"), object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
+        whole = parse_strict(data, MAX_JSON_VALUES, max_keys)
+    except ValueError as error:
         raise corrupt(path, f"is no JSON ({error})") from None
     if set(whole) != {"crc32", "content"} or not isinstance(whole["content"], dict):
         raise corrupt(path, "has no content")
@@ -313,7 +324,7 @@ def read_sealed_json(path: Path) -> dict[str, Any]:
 
 def read_model(path: Path, model: type[_Model]) -> _Model:
     """read_sealed_json, checked against a model."""
-    content = read_sealed_json(path)
+    content = read_sealed_json(path, MAX_JSON_KEYS)
     try:
         return model.model_validate(content)
     except ValidationError as error:
@@ -325,13 +336,6 @@ def read_model(path: Path, model: type[_Model]) -> _Model:
 def read_shard_record(folder: Path) -> ShardRecord:
     """shard.json of a shard's folder."""
     return read_model(folder / RECORD, ShardRecord)
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key appears twice")
-    return found
 
 
 def read_bounded(path: Path) -> bytes:

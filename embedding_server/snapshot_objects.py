@@ -61,7 +61,7 @@ def take_object(objects: Path, record: SegmentRecord, path: Path) -> MappedSegme
     Its blocks are not checked yet (MappedSegment.check_all), its table and dim are the caller's to check.
     """
     source = objects / segment_object(record.digest)
-    os.close(open_regular(source))
+    _check_size(source, record.size_bytes)
     path.parent.mkdir(parents=True, exist_ok=True)
     link_or_copy(source, path, record.size_bytes)
     try:
@@ -78,6 +78,17 @@ def take_object(objects: Path, record: SegmentRecord, path: Path) -> MappedSegme
             path.unlink()
         raise
     return segment
+
+
+def _check_size(source: Path, size_bytes: int) -> None:
+    """Before a copy of it is made, however big it is."""
+    fd = open_regular(source)
+    try:
+        found = os.fstat(fd).st_size
+    finally:
+        os.close(fd)
+    if found != size_bytes:
+        raise corrupt(source, f"has {found} bytes, not {size_bytes}")
 
 
 def digest_of(segment: MappedSegment) -> str:

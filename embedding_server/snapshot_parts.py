@@ -20,6 +20,7 @@ from embedding_server.errors import InvalidInput
 from embedding_server.snapshot_file import corrupt
 from embedding_server.snapshot_format import (
     MAX_SHARDS,
+    OBJECTS,
     RECORD,
     ParentRecord,
     ShardRecord,
@@ -42,6 +43,11 @@ class Part:
     record: ShardRecord
     owned: np.ndarray  # bool[NUM_BUCKETS]
     parent: Part | None = None  # of a delta
+
+    @property
+    def objects(self) -> Path:
+        """Where its segment files lie."""
+        return self.folder.parent.parent / OBJECTS
 
     @property
     def chain(self) -> Iterator[Part]:

@@ -33,7 +33,7 @@ from embedding_server.snapshot_format import (
 from embedding_server.snapshot_hot import HotRowsFile
 from embedding_server.snapshot_objects import link_or_copy
 from embedding_server.snapshot_parts import Part
-from embedding_server.snapshot_rows import objects_of, open_frozen, open_object
+from embedding_server.snapshot_rows import open_frozen, open_object
 from embedding_server.store import NUM_BUCKETS
 
 #: (table, row_ids int64[n]) -> bool[n]: which rows stay
@@ -130,7 +130,7 @@ class _TableRewrite:
                 writer.append(ids, row_ids[kept])
                 writer.append(values, of_rows[kept])
         for k, segment in enumerate(self._old.segments):
-            with closing(open_object(objects_of(self._part), segment, self._old.spec)) as mapped:
+            with closing(open_object(self._part.objects, segment, self._old.spec)) as mapped:
                 for _ in mapped.check_all():
                     pass
                 start = 0

@@ -31,7 +31,6 @@ from embedding_server.segment_rows import SegmentRows
 from embedding_server.snapshot_file import ColumnReader, corrupt, open_regular
 from embedding_server.snapshot_format import (
     NOT_LIVE,
-    OBJECTS,
     SegmentRecord,
     TableRecord,
     frozen_columns,
@@ -111,7 +110,7 @@ class TableRows:
         for table in self._parts:
             yield from table.hot.own.ranges("row_ids", _ROWS_AT_ONCE)
             for k, segment in enumerate(table.record.segments):
-                with closing(open_object(objects_of(table.part), segment, self.spec)) as mapped:
+                with closing(open_object(table.part.objects, segment, self.spec)) as mapped:
                     rows = _rows_of(mapped, self.spec)
                     for start, live in table.live(k):
                         yield rows.row_ids_of(_locations(start, live))
@@ -150,7 +149,7 @@ class TableRows:
             decay.close()
 
     def _segment(self, table: PartTable, k: int, segment: SegmentRecord) -> Iterator[RowChunk]:
-        with closing(open_object(objects_of(table.part), segment, self.spec)) as mapped:
+        with closing(open_object(table.part.objects, segment, self.spec)) as mapped:
             rows = _rows_of(mapped, self.spec)
             for first, live in table.live(k):
                 for start in range(0, live.shape[0], self._rows_at_once):
@@ -186,10 +185,6 @@ def open_object(objects: Path, segment: SegmentRecord, table: TableSpec) -> Mapp
         mapped.close()
         raise corrupt(path, f"table, dim and buckets are {belongs_to}, not {(table.name, table.dim, NUM_BUCKETS)}")
     return mapped
-
-
-def objects_of(part: Part) -> Path:
-    return part.folder.parent.parent / OBJECTS
 
 
 def _part_table(part: Part, name: str) -> PartTable:

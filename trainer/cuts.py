@@ -14,7 +14,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ import torch
 from embedding_server.errors import FrostlineError, InvalidInput
 from embedding_server.failpoints import failpoint
 from embedding_server.segment_file import make_folder
-from embedding_server.store import EmbeddingStore, EpochInfo, Identity
+from embedding_server.store import CutProgress, EmbeddingStore, EpochInfo, Identity
 from trainer.delta_chain import DeltaChain, ParentCut
 from trainer.dense_state import DenseState, capture
 from trainer.group import Group
@@ -54,13 +54,20 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class CutCounts:
-    """For summary.json."""
+    """For summary.json, and as curves snapshots/... in TensorBoard."""
 
     taken: int = 0
     deltas: int = 0  # of those taken
     failed: int = 0
     skipped: int = 0
     pause_s_max: float = 0.0
+    last_bytes: int = 0  # written by the last one that was taken
+    last_s: float = 0.0  # from its barrier to its manifest
+    last_error: str | None = None  # of the last one that failed
+
+    def curves(self) -> dict[str, float]:
+        names = ("taken", "deltas", "failed", "skipped", "last_bytes", "last_s")
+        return {name: float(getattr(self, name)) for name in names}
 
 
 class Cuts:
@@ -145,7 +152,7 @@ class Cuts:
     def _begin(self, step: int, log: RunLog) -> Manifest | None:
         """The manifest to be, without shards and dense files; None if there will be none."""
         if self._writing is not None:
-            self.counts = replace(self.counts, skipped=self.counts.skipped + 1)
+            self._count(log, skipped=self.counts.skipped + 1)
             log.event(
                 f"snapshot of step {step} skipped: that of step {self._writing.run_step} is still being written; set "
                 "snapshots.every_samples higher"
@@ -212,14 +219,25 @@ class Cuts:
         if writing.completed is not None:
             self._chain.add(writing.completed, writing.shard_bytes)
             is_delta = int(writing.completed.sequence > 0)
-            self.counts = replace(self.counts, taken=self.counts.taken + 1, deltas=self.counts.deltas + is_delta)
+            self._count(
+                log,
+                taken=self.counts.taken + 1,
+                deltas=self.counts.deltas + is_delta,
+                last_bytes=writing.bytes_written,
+                last_s=writing.took_s,
+            )
             _LOG.info("snapshot of step %d: %s, %d bytes", writing.run_step, writing.cut, writing.bytes_written)
         elif writing.error is not None:
             self._fail(writing.run_step, writing.error, log)
 
     def _fail(self, step: int, error: Exception, log: RunLog) -> None:
-        self.counts = replace(self.counts, failed=self.counts.failed + 1)
-        log.event(f"snapshot of step {step} failed, training goes on: {error or type(error).__name__}")
+        what = f"{error or type(error).__name__}"
+        self._count(log, failed=self.counts.failed + 1, last_error=f"step {step}: {what}")
+        log.event(f"snapshot of step {step} failed, training goes on: {what}")
+
+    def _count(self, log: RunLog, **changes: Any) -> None:
+        self.counts = replace(self.counts, **changes)
+        log.curves("snapshots", self.counts.curves())
 
     def finish(self, step: int, position: Mapping[str, Any] | None, log: RunLog) -> None:
         """All workers, after the last step. Waits for what is being written; then a last cut, which is waited for."""
@@ -284,6 +302,7 @@ class _Writing(threading.Thread):
         self.error: Exception | None = None
         self.completed: ParentCut | None = None
         self.bytes_written = self.shard_bytes = 0
+        self._start_s, self.took_s = time.perf_counter(), 0.0
 
     @property
     def run_step(self) -> int:
@@ -297,8 +316,16 @@ class _Writing(threading.Thread):
                 return
             if not isinstance(error, FrostlineError | OSError):
                 _LOG.exception("snapshot of step %d", self.run_step)
-            self.error = error
+            self.error = self._cause_of(error)
             _abandon(self._store, self._who, self.cut)
+
+    def _cause_of(self, error: Exception) -> Exception:
+        """Where the folder is gone, a shard has given up before, and cleaned up behind it: what it says."""
+        if isinstance(error, FileNotFoundError):
+            with suppress(FrostlineError):
+                if reason := _error_of(self._store.cut_progress(self._who)):
+                    return OSError(reason)
+        return error
 
     def stop(self) -> None:
         """The run is over before this cut is: what there is of it has no manifest, and the next run removes it."""
@@ -320,21 +347,26 @@ class _Writing(threading.Thread):
             keep_newest(self._folder, self._keep, self._manifest.run, self._manifest.epoch)
         except OSError as error:  # the cut is whole all the same
             _LOG.warning("%s: old snapshots are not removed: %s", self._folder, error)
+        self.took_s = time.perf_counter() - self._start_s
         self.completed = ParentCut(self.cut, entry, self._manifest.sequence)
 
     def _wait_for_shards(self) -> bool:
         """Whether all are done; False if the run is over. StoreUnavailable, InvalidInput if one gave up."""
         while not self._stopped.is_set():
             progress = self._store.cut_progress(self._who)
-            for shard, of_shard in enumerate(progress):
-                if of_shard.error:
-                    raise OSError(f"shard {shard}: {of_shard.error}")
+            if reason := _error_of(progress):
+                raise OSError(reason)
             if all(of_shard.is_done for of_shard in progress):
                 self.shard_bytes = sum(of_shard.bytes_written for of_shard in progress)
                 self.bytes_written += self.shard_bytes
                 return True
             self._stopped.wait(POLL_S)
         return False
+
+
+def _error_of(progress: Sequence[CutProgress]) -> str | None:
+    """Of the first shard that gave up."""
+    return next((f"shard {shard}: {of_shard.error}" for shard, of_shard in enumerate(progress) if of_shard.error), None)
 
 
 def _abandon(store: EmbeddingStore, who: Identity, cut: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from embedding_server.errors import InvalidInput
-from embedding_server.snapshot_build import NewTable, sort_by_bucket, write_part
+from embedding_server.snapshot_build import NewTable, write_part
 from embedding_server.spec import OptimizerSpec, TableSpec
 from trainer.interchange import FileFormat, TableFile, check_table, open_tables
 from trainer.job import NAME
@@ -96,12 +96,6 @@ def _new_table(table: TableFile, request: ImportRequest) -> NewTable:
 def _check_ids(table: TableFile, row_ids: np.ndarray) -> None:
     if not row_ids.shape[0]:
         raise InvalidInput(f"{table.where}: has no rows; there is nothing to import")
-    if row_ids.shape[0] >= 2**31:
-        raise InvalidInput(f"{table.where}: has {row_ids.shape[0]} rows; a snapshot's part has less than 2^31")
-    try:
-        sort_by_bucket(row_ids)
-    except InvalidInput as error:
-        raise InvalidInput(f"{table.where}: {error}") from None
 
 
 @contextlib.contextmanager

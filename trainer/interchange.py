@@ -25,13 +25,16 @@ from typing import Literal, Protocol
 import numpy as np
 
 from embedding_server.errors import InvalidInput
+from embedding_server.kernels.visits import has_duplicates
 from embedding_server.optimizers import num_state_columns
+from embedding_server.snapshot_build import sort_by_bucket
 from embedding_server.spec import TableSpec
 from trainer.tensor_file import Tensor, TensorFile
 
 FileFormat = Literal["safetensors", "parquet", "torchrec"]
 _WEIGHT = re.compile(r"(?:.*\.)?embedding(?:_bag)?s\.([^.]+)\.weight", re.DOTALL)
 _BYTES_AT_ONCE = 8 << 20
+MAX_ROWS = 2**31  # of a hot file
 
 Chunk = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
@@ -120,6 +123,7 @@ class _PlainTable:
                 " F32[n, C] (a TorchRec state dict is --format torchrec)"
             )
         self._n = expect(file, "row_ids", "I64", 1).shape[0]
+        refuse_too_many(self.where, self._n)
         self.dim = self._width("weights")
         self.num_state_columns = self._width("state") if "state" in tensors else None
 
@@ -142,6 +146,7 @@ class _TorchrecTable:
         self.table, self._file, self._weight = table, file, weight
         self.where = f"{file.path}, {weight}"
         self._n, self.dim = expect(file, weight, "F32", 2).shape
+        refuse_too_many(self.where, self._n)
         self._states = self._state_names(optimizer_kind)
         widths = [self._state_width(name, is_vector) for name, is_vector in self._states]
         self.num_state_columns = sum(widths) if self._states else None
@@ -188,12 +193,19 @@ def _torchrec_tables(
         )
     for name in names or found:
         if name not in found:
-            raise InvalidInput(f"no file has embedding_bags.{name}.weight; there are tables {_some(found)}")
+            where = ", ".join(str(file.path) for file in files)
+            raise InvalidInput(f"{where}: no file has embedding_bags.{name}.weight; there are tables {_some(found)}")
         if len(found[name]) > 1:
-            keys = ", ".join(key for _, key in found[name])
+            keys = ", ".join(f"{key} in {file.path}" for file, key in found[name])
             raise InvalidInput(f"table {name!r} is there {len(found[name])} times ({keys}); a table has one weight")
         (file, key), *_ = found[name]
         yield _TorchrecTable(file, name, key, optimizer_kind)
+
+
+def refuse_too_many(where: str, num_rows: int) -> None:
+    """Before any of them is read."""
+    if num_rows >= MAX_ROWS:
+        raise InvalidInput(f"{where}: has {num_rows} rows; a snapshot's part has less than 2^31")
 
 
 def expect(file: TensorFile, name: str, dtype: str, num_axes: int | None) -> Tensor:
@@ -216,12 +228,23 @@ def check_table(table: TableFile, spec: TableSpec) -> np.ndarray:
         )
     row_ids = [np.empty(0, np.int64)]
     for some, weights, state in table.chunks():
+        if has_duplicates(some):  # now: a row that is there a billion times takes some kB of a Parquet file
+            _name_duplicates(table, some)
         _check_finite(table, "a weight", some, weights)
         if state is not None:
             _check_finite(table, "an optimizer state", some, state)
             _check_sign(table, spec, some, state)
         row_ids.append(some)
-    return np.concatenate(row_ids)
+    every = np.concatenate(row_ids)
+    _name_duplicates(table, every)
+    return every
+
+
+def _name_duplicates(table: TableFile, row_ids: np.ndarray) -> None:
+    try:
+        sort_by_bucket(row_ids)
+    except InvalidInput as error:
+        raise InvalidInput(f"{table.where}: {error}") from None
 
 
 def _check_finite(table: TableFile, what: str, row_ids: np.ndarray, values: np.ndarray) -> None:

@@ -15,11 +15,12 @@ from embedding_server.errors import InvalidInput
 from embedding_server.optimizers import num_state_columns
 from embedding_server.segment_file import PARTIAL_SUFFIX, sync_fd, sync_folder
 from embedding_server.snapshot_rows import RowChunk, TableRows
-from trainer.interchange import Chunk, metadata_of
+from embedding_server.spec import MAX_DIM
+from trainer.interchange import Chunk, metadata_of, refuse_too_many
 from trainer.tensor_file import open_input, refuse_existing
 
 GROUP_ROWS = 1 << 16  # of a row group that is written
-_BATCH_ROWS = 1 << 14
+_BATCH_ROWS, _BATCH_BYTES = 1 << 14, 8 << 20
 _MAX_FOOTER_ITEMS = 1 << 20  # of each string and list in the footer
 _BUFFER_BYTES = 1 << 20
 _MAGIC = b"PAR1"
@@ -145,10 +146,27 @@ class ParquetTable:
             is_list = pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind)
             if not is_list or kind.value_type != pa.float32():
                 raise self._bad(f"{name} is {kind}; it must be a list of float32: cast it")
+        self._check_sizes()
         first = next(self._batches(has_state), None)
         if first is None:
             raise self._bad("has no rows; there is nothing to import")
         return (self._width(first, "vector"), self._width(first, "state") if has_state else None)
+
+    def _check_sizes(self) -> None:
+        """Before a page is read: a list of a billion zeros takes some kB. Takes so many rows at a time that they are of
+        bounded size."""
+        metadata, width = self._parquet.metadata, 1
+        refuse_too_many(self.where, metadata.num_rows)
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            for column in map(group.column, range(group.num_columns)):
+                name = column.path_in_schema.partition(".")[0]
+                if name not in ("row_id", "vector", "state"):
+                    continue
+                width = max(width, -(-column.num_values // max(1, group.num_rows)))
+                if width > 2 * MAX_DIM:
+                    raise self._bad(f"{name} has {width} numbers a row; at most {MAX_DIM}, and twice as many of state")
+        self._rows_at_once = max(1, min(_BATCH_ROWS, _BATCH_BYTES // (4 * width)))
 
     def chunks(self) -> Iterator[Chunk]:
         has_state = self.num_state_columns is not None
@@ -163,7 +181,7 @@ class ParquetTable:
     def _batches(self, has_state: bool) -> Iterator[pa.RecordBatch]:
         columns = ["row_id", "vector", *(["state"] if has_state else [])]
         try:
-            for batch in self._parquet.iter_batches(_BATCH_ROWS, columns=columns, use_threads=False):
+            for batch in self._parquet.iter_batches(self._rows_at_once, columns=columns, use_threads=False):
                 if batch.num_rows:
                     yield batch
         except (pa.ArrowException, OSError) as error:

@@ -92,6 +92,9 @@ class ArmSummary:
     snapshots_failed: int = 0
     snapshots_skipped: int = 0  # the cut before was still being written
     snapshot_pause_s_max: float = 0.0  # longest that training stood still for a cut
+    snapshot_bytes: int = 0  # newly written by the last one that is complete
+    snapshot_s: float = 0.0  # from its barrier to its manifest, beside the training
+    snapshot_last_error: str | None = None  # of the last one that failed, with its step
     resumed_from: str | None = None
     resumed_step: int = 0
     restarts: int = 0

@@ -163,6 +163,9 @@ def snapshot_figures(cuts: Cuts | None, snapshot: Snapshot | None) -> dict[str, 
             "snapshots_failed": counts.failed,
             "snapshots_skipped": counts.skipped,
             "snapshot_pause_s_max": round(counts.pause_s_max, 4),
+            "snapshot_bytes": counts.last_bytes,
+            "snapshot_s": round(counts.last_s, 4),
+            "snapshot_last_error": counts.last_error,
         }
     if snapshot is not None:
         figures |= {"resumed_from": str(snapshot.cut), "resumed_step": snapshot.run_step}

@@ -97,7 +97,7 @@ class RunLog:
         figures = (speed, recent.logloss, recent.ne, recent.auc)
         self._show(Progress(self.arm, self._step, self._total_steps, *figures, epoch=self._epoch))
         self.scores("train", recent)
-        self._scalars("train", {"samples_per_s": speed})
+        self.curves("train", {"samples_per_s": speed})
         if self._board is not None:
             self._board.flush()
         self._last_report_s, self._num_samples_at_report = now, self.num_samples
@@ -116,7 +116,7 @@ class RunLog:
 
     def scores(self, split: str, metrics: Metrics | None) -> None:
         if metrics is not None:
-            self._scalars(split, {"auc": metrics.auc, "loss": metrics.logloss, "ne": metrics.ne})
+            self.curves(split, {"auc": metrics.auc, "loss": metrics.logloss, "ne": metrics.ne})
 
     def event(self, text: str) -> None:
         """Something that people should see at once and find again: shown, and kept in `events`."""
@@ -154,7 +154,8 @@ class RunLog:
                     "none; training goes on. Free space under trainer.output_dir before the results are due there"
                 )
 
-    def _scalars(self, group: str, values: Mapping[str, float]) -> None:
+    def curves(self, group: str, values: Mapping[str, float]) -> None:
+        """To TensorBoard, as of this step."""
         if self._board is not None:
             for name, value in values.items():
                 self._board.scalar(f"{group}/{name}", value, self._step)

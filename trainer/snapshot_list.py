@@ -18,11 +18,11 @@ from trainer.snapshots import (
     CutName,
     Manifest,
     chain_of,
+    check_dense_file,
     check_files,
     cuts_in,
     is_complete,
     newest_complete,
-    read_dense_file,
     read_manifest,
     read_record,
 )
@@ -197,7 +197,7 @@ def verify(cut: Path) -> Findings:
         findings.messages.append(str(error))
         return findings
     for entry in manifest.dense:
-        if findings.gather(partial(read_dense_file, cut, entry)):
+        if findings.gather(partial(check_dense_file, cut, entry)):
             findings.bytes_read += entry.size_bytes
     findings.gather(lambda: list(chain_of(cut)))
     parts: list[Part] = []

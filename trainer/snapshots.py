@@ -18,15 +18,15 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Annotated, Any, Literal
 
 from isal.isal_zlib import crc32
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from embedding_server.errors import InvalidInput
 from embedding_server.safe_name import safe_name
@@ -34,6 +34,8 @@ from embedding_server.segment_file import PARTIAL_SUFFIX, sync_fd, sync_folder, 
 from embedding_server.snapshot_file import corrupt, open_regular
 from embedding_server.snapshot_format import (
     MANIFEST,
+    MAX_JSON_BYTES,
+    MAX_SHARDS,
     OBJECTS,
     RECORD,
     ParentRecord,
@@ -50,13 +52,16 @@ from embedding_server.snapshot_format import (
     write_sealed_json,
 )
 from embedding_server.store import MAX_SEQUENCE, UpdateMode
+from trainer.tensor_file import TensorFile
 
 DENSE_FILE = "dense.safetensors"
+DENSE_METADATA = frozenset({"format_version", "optimizer", "param_groups"})  # dense_state.py
+_READ_BYTES = 4 << 20
 _CUT = re.compile(r"cut-([0-9]{12})-([0-9]{1,18})", re.ASCII)
 
 
 class _Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
 
 class FileEntry(_Entry):
@@ -71,7 +76,7 @@ class ShardEntry(_Entry):
     """A shard's part, by its shard.json, which covers the rest."""
 
     part: int = Field(ge=0)
-    size_bytes: int = Field(ge=0)
+    size_bytes: int = Field(ge=0, le=MAX_JSON_BYTES)
     crc32: int = Field(ge=0, lt=1 << 32)
 
 
@@ -89,7 +94,7 @@ class Manifest(_Entry):
     epoch: int = Field(ge=0)
     num_workers: int = Field(ge=1)
     mode: UpdateMode
-    shards: list[ShardEntry] = Field(max_length=4096)  # part k of len(shards) each
+    shards: Annotated[list[ShardEntry], FailFast()] = Field(max_length=MAX_SHARDS)  # part k of len(shards) each
     dense: list[FileEntry] = Field(max_length=1)
     reader: dict[str, Any] | None  # Reader.state_dict, of all workers: a global position
     resolved_job: dict[str, Any] | None
@@ -217,7 +222,31 @@ def write_dense(cut: Path, data: bytes) -> FileEntry:
 
 def read_dense_file(cut: Path, entry: FileEntry) -> bytes:
     """Against its size and CRC-32. SegmentCorrupt, naming it."""
-    return _read_checked(cut / DENSE_FILE, entry.size_bytes, entry.crc32)
+    path = cut / DENSE_FILE
+    _check_dense_header(path)
+    return _read_checked(path, entry.size_bytes, entry.crc32)
+
+
+def check_dense_file(cut: Path, entry: FileEntry) -> None:
+    """As read_dense_file, in pieces."""
+    path, crc = cut / DENSE_FILE, 0
+    _check_dense_header(path)
+    with _opened(path, entry.size_bytes) as file:
+        while piece := file.read(_READ_BYTES):
+            crc = crc32(piece, crc)
+    if crc != entry.crc32:
+        raise corrupt(path, "does not match the CRC-32 in the manifest")
+
+
+def _check_dense_header(path: Path) -> None:
+    """Before anything else is read, however much that is."""
+    try:
+        with closing(TensorFile(path)) as file:
+            missing = DENSE_METADATA - file.metadata.keys()
+    except InvalidInput as error:
+        raise corrupt(path, f"is no safetensors file ({error})") from None
+    if missing:
+        raise corrupt(path, f"is no dense state: its metadata lacks {', '.join(sorted(missing))}")
 
 
 def _read_checked(path: Path, size_bytes: int, crc: int) -> bytes:
@@ -228,13 +257,19 @@ def _read_checked(path: Path, size_bytes: int, crc: int) -> bytes:
 
 
 def _read(path: Path, size_bytes: int | None = None) -> bytes:
-    """SegmentCorrupt if it is not there, or has another size."""
+    with _opened(path, size_bytes) as file:
+        return file.read()
+
+
+@contextmanager
+def _opened(path: Path, size_bytes: int | None) -> Iterator[IO[bytes]]:
+    """SegmentCorrupt if it is not there, has another size, or cannot be read."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size_bytes is not None and size != size_bytes:
                 raise corrupt(path, f"has {size} bytes, and {size_bytes} in the manifest")
-            return file.read(size)
+            yield file
     except OSError as error:
         raise corrupt(path, f"cannot be read ({error.strerror})") from None
 

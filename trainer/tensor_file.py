@@ -11,7 +11,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,11 @@ import numpy as np
 
 from embedding_server.errors import InvalidInput
 from embedding_server.segment_file import PARTIAL_SUFFIX, sync_fd, sync_folder, write_all
+from embedding_server.strict_json import parse_strict
 
 MAX_HEADER_BYTES = 16 << 20
-MAX_HEADER_VALUES = 1 << 19  # some 50 MB as Python objects
+MAX_TENSORS = 1 << 16
+MAX_HEADER_VALUES = 3 << 17  # some 40 MB as Python objects, twice that while they are read
 DTYPES: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "F32": np.dtype("<f4")}  # that are read and written
 _ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
@@ -193,18 +195,21 @@ class TensorFile:
                 f" {MAX_HEADER_BYTES}"
             )
         data = bytes(self._read(8, length))
-        if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_HEADER_VALUES:
-            raise self.bad(f"its header has more than {MAX_HEADER_VALUES} values")
         try:
-            header = json.loads(data.decode(), object_pairs_hook=_unique_keys)
-        except (ValueError, RecursionError) as error:
+            header = parse_strict(data, MAX_HEADER_VALUES, MAX_TENSORS)
+        except ValueError as error:
             raise self.bad(f"its header is no JSON ({error}); it is no safetensors file") from None
         if not isinstance(header, dict):
             raise self.bad("its header is no JSON object; it is no safetensors file")
-        header.pop("__metadata__", None)
+        self.metadata = self._metadata(header.pop("__metadata__", {}))
         tensors = {name: self._entry(name, entry, 8 + length) for name, entry in header.items()}
         self._check_cover(tensors, 8 + length, size)
         return tensors
+
+    def _metadata(self, metadata: Any) -> dict[str, str]:
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise self.bad("its __metadata__ must be text by name")
+        return metadata
 
     def _entry(self, name: str, entry: Any, data_start: int) -> Tensor:
         what = f"tensor {name[:200]!r}"
@@ -245,10 +250,3 @@ class TensorFile:
 
 def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 62 for value in values)
-
-
-def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key appears twice")
-    return found

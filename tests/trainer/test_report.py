@@ -29,7 +29,8 @@ KEYS = [
     "test_auc", "test_logloss", "test_ne", "bytes_total", "bytes_hot", "bytes_state", "bytes_frozen", "bytes_index",
     "bytes_heat", "rows_hot", "rows_frozen", "rows_probation", "bytes_pulled", "bytes_pushed", "rows_pushed",
     "samples_per_s", "wall_s", "bytes_peak", "rows_push_saved", "bytes_push_saved", "mask_info", "steps", "snapshots",
-    "snapshots_delta", "snapshots_failed", "snapshots_skipped", "snapshot_pause_s_max", "resumed_from", "resumed_step",
+    "snapshots_delta", "snapshots_failed", "snapshots_skipped", "snapshot_pause_s_max", "snapshot_bytes", "snapshot_s",
+    "snapshot_last_error", "resumed_from", "resumed_step",
     "restarts",
 ]  # fmt: skip
 
