@@ -188,6 +188,7 @@ DECAY = OptimizerSpec(kind="adam", weight_decay=0.1)
         (_return_as_new, COMPACT, OptimizerSpec(), 200),
         (lambda shards, ids: shards.train(ids + 1000), OFF, OptimizerSpec(), 20),
         (lambda shards, ids: shards.train(NONE), OFF, DECAY, 0),
+        (lambda shards, ids: _pull_alone(shards, ids + 1000), OFF, OptimizerSpec(), 20),  # new rows without a gradient
     ],
 )
 def test_rows_that_changed_are_written_and_no_others(
