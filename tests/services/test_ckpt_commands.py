@@ -39,15 +39,19 @@ def test_every_command_of_the_readme_works(runner, cut, tmp_path, monkeypatch):
     text = (ROOT / "README.md").read_text()
     commands = re.findall(r"^frostline (ckpt [^#\n]*)", text, flags=re.M)
     assert [shlex.split(command)[1] for command in commands] == [
-        "ls", "verify", "gc", "compact", *["export"] * 3, "import"
+        "ls", "verify", "gc", "compact", *["export"] * 3, "import", "gc"
     ]  # fmt: skip
-    for command in commands:
+
+    def run(command: str) -> None:
         words = [
             {"SNAPSHOT": str(cut), "/mnt/snapshots": str(cut.parent.parent)}.get(word, word)
             for word in shlex.split(command)
         ]
         result = runner.invoke(app, words)
         assert result.exit_code == 0, (command, result.output)
+
+    for command in commands[:-1]:
+        run(command)
     assert load_file("ebc.safetensors")["embedding_bags.item.weight"].shape == (100000, 16)
     ids = load_file("item.safetensors")["row_ids"]
     assert len(ids) == len(np.unique(ids)) > 200
@@ -58,7 +62,14 @@ def test_every_command_of_the_readme_works(runner, cut, tmp_path, monkeypatch):
     assert [snapshot["parent"] for snapshot in jobs["job"]][1:] == [
         "cut-000000000006-1", "cut-000000000011-1", None
     ]  # fmt: skip
-    assert jobs["job"][-1]["tables"]["item"]["rows_hot"] + jobs["job"][-1]["tables"]["item"]["rows_frozen"] == len(ids)
+    tables = jobs["job"][-1]["tables"]
+    assert tables["item"]["rows_hot"] + tables["item"]["rows_frozen"] == len(ids)
+    (tmp_path / "deleted.txt").write_text("\n".join(map(str, range(20))))
+    run(commands[-1])
+    result = runner.invoke(app, ["ckpt", "ls", str(cut.parent), "--json"])
+    (job,) = json.loads(result.stdout)
+    assert [snapshot["sequence"] for snapshot in job["snapshots"]] == [0, 0]
+    assert 0 < tables["user"]["rows_hot"] - job["snapshots"][-1]["tables"]["user"]["rows_hot"] <= 20
 
 
 def test_verify_names_what_is_damaged_and_says_so_in_its_status(runner, cut, tmp_path):

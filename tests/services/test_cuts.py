@@ -489,7 +489,7 @@ def test_slices_go_to_the_shards_that_are_not_done_and_are_not_repeated(
         calls.append(("begin_cut", part))
         return calls.count(("begin_cut", part)) > 2 * part
 
-    def restore(shard: Shard, who: Identity, folder: Path) -> bool:
+    def restore(shard: Shard, who: Identity, folder: Path, anew: object) -> bool:
         part = int(shard.buckets[0] == 0)
         calls.append(("restore", part))
         return calls.count(("restore", part)) > 2 * part
