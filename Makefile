@@ -8,9 +8,10 @@ SETUP := $(VENV)/.frostline-set-up
 JOB ?= examples/movielens.yaml
 WORKLOAD ?= all
 ARGS ?=
+SEEDS ?= 500
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test slow check format proto bench capacity quality quality-smoke tune-check gpu-check clean
+.PHONY: help setup train test slow check format proto simulate bench capacity quality quality-smoke tune-check gpu-check clean
 
 help: ## lists the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,6 +51,10 @@ format: $(SETUP) ## formats the code and mends what ruff can
 proto: $(SETUP) ## regenerates proto/frostline/v1/*_pb2*.py from the .proto files
 	@echo "proto: grpc_tools.protoc proto/frostline/v1/*.proto"
 	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --pyi_out=proto --grpc_python_out=proto proto/frostline/v1/*.proto
+
+simulate: $(SETUP) ## simulates shards and workers that fail: SEEDS=500, or SEED=7 for one again
+	@echo "simulate: python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(ARGS)"
+	@PYTHONPATH=.:proto $(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(ARGS)
 
 bench: $(SETUP) ## measures workloads beside their rivals: WORKLOAD=engine
 	@echo "bench: python -m benchmarks $(WORKLOAD) $(ARGS)"
