@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from embedding_server.failpoints import DISK, NAMES, Action, SimulatedCrash
@@ -30,6 +31,16 @@ class Faults:
     _error: int | None = None  # of errno; None: it crashes
     _left: int = 0
     _waits: int = 0
+    _is_paused: bool = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing fails meanwhile, and no hit counts."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     def actions(self) -> dict[str, Action]:
         return {name: lambda name=name: self._hit(name) for name in NAMES}
@@ -56,6 +67,8 @@ class Faults:
         return None
 
     def _hit(self, name: str) -> None:
+        if self._is_paused:
+            return
         self.hits[name] = self.hits.get(name, 0) + 1
         if name != self._planted or self.is_over:
             return

@@ -74,11 +74,15 @@ class Prefetch:
 class ShardNode:
     """`start` makes the process, `crash` ends it; requests to a dead one do not arrive."""
 
-    def __init__(self, world: World, index: int, num_shards: int, *, has_writer: bool) -> None:
+    def __init__(
+        self, world: World, index: int, num_shards: int, *, has_writer: bool, folder: Path | None = None
+    ) -> None:
+        """folder: its data_dir, which outlives its processes."""
         self._world = world
         self.index = index
         self.num_shards = num_shards
         self._has_writer = has_writer
+        self.folder = folder or world.root / "data" / f"shard-{index}"
         self.buckets = np.arange(NUM_BUCKETS) % num_shards == index
         self.checked: CheckedShard | None = None
         self._acknowledged_epoch = 0  # the highest that any begin_epoch answered, through all its processes
@@ -87,10 +91,6 @@ class ShardNode:
     @property
     def is_alive(self) -> bool:
         return self.checked is not None
-
-    @property
-    def folder(self) -> Path:
-        return self._world.root / "data" / f"shard-{self.index}"
 
     def start(self) -> None:
         assert self.checked is None

@@ -24,7 +24,7 @@ from embedding_server import failpoints
 from embedding_server.failpoints import SimulatedCrash
 from embedding_server.store import Identity
 from tests.embedding_server.table_state import rows_of
-from tests.simulation.checked_shard import Violation
+from tests.simulation.checked_shard import CheckedShard, Violation
 from tests.simulation.clock import Clock, Promise
 from tests.simulation.disk import Disk
 from tests.simulation.driver import Job
@@ -79,7 +79,9 @@ class Simulation:
         disk = Disk(root, streams[0], can_link=sizes.can_link)
         self._faults = Faults(streams[1], disk.die, sizes.fault_rate)
         network = Network(self._clock, streams[2], sizes.weather)
-        self._world = World(sizes, root, self._clock, streams[3], disk, self._faults, network, self.operate)
+        self._world = World(
+            sizes, root, self._clock, streams[3], disk, self._faults, network, self.operate, self._verify
+        )
         (root / "snapshots").mkdir()
         with made_small(sizes, self._clock), failpoints.set_to(self._faults.actions()), disk.in_place():
             self._job = Job(self._world, streams[4])
@@ -214,7 +216,8 @@ class Simulation:
         if cut is None or cut != group.last_cut:
             raise Violation(f"the newest whole cut is {cut}, not {group.last_cut}")
         check_files(cut)
-        self._check_restored(cut, rows)
+        if self._verify(cut) != rows:
+            raise Violation(f"{cut.name} restores to other rows than the shards hold")
 
     def _check_sums(self, node: ShardNode, sums: dict[int, Any]) -> None:
         assert node.checked is not None
@@ -223,25 +226,28 @@ class Simulation:
             if (row.values if expected is None else row.values - expected).any():
                 raise Violation(f"row {row_id} is {row.values}; what was acknowledged sums to {expected}")
 
-    def _check_restored(self, cut: Path, rows: dict[str, dict[int, tuple]]) -> None:
-        num_shards = len(self._job.nodes) % 3 + 1
-        found: dict[str, dict[int, tuple]] = {name: {} for name in rows}
-        epoch = 10**9
-        for node in self._job.nodes:
-            node.crash()
-        for k in range(num_shards):
-            node = ShardNode(self._world, k, num_shards, has_writer=False)
-            node.start()
-            try:
-                assert node.checked is not None
-                node.checked.create_tables(self._world.sizes.specs)
-                node.checked.begin_epoch(JOB, 1, self._world.sizes.mode, epoch, True)
-                while not node.checked.restore(Identity(JOB, epoch, 0), cut):
-                    pass
-                node.checked.check()
-                for name in found:
-                    found[name] |= rows_of(node.checked.shard._tables[name])
-            finally:
-                node.crash()
-        if found != rows:
-            raise Violation(f"{cut.name} restores to other rows than the shards held")
+    def _verify(self, cut: Path) -> dict[str, dict[int, tuple]]:
+        """Restores a whole cut on shards of its own, and compares them with what it must hold. Its rows, by table."""
+        found: dict[str, dict[int, tuple]] = {spec.name: {} for spec in self._world.sizes.specs}
+        num_shards = self._count % 3 + 1
+        with self._faults.paused():
+            for k in range(num_shards):
+                folder = self._world.root / "verified" / f"shard-{k}"
+                node = ShardNode(self._world, k, num_shards, has_writer=False, folder=folder)
+                node.start()
+                try:
+                    assert node.checked is not None
+                    for name, rows in self._restored(node.checked, cut).items():
+                        found[name] |= rows
+                finally:
+                    node.crash()
+                    shutil.rmtree(folder)
+        return found
+
+    def _restored(self, checked: CheckedShard, cut: Path) -> dict[str, dict[int, tuple]]:
+        checked.create_tables(self._world.sizes.specs)
+        checked.begin_epoch(JOB, 1, self._world.sizes.mode, 1, True)
+        while not checked.restore(Identity(JOB, 1, 0), cut):
+            pass
+        checked.check()
+        return {name: rows_of(table) for name, table in checked.shard._tables.items()}

@@ -256,6 +256,7 @@ class Worker:
         def work() -> str:
             group, mode = self._group, self._world.sizes.mode
             completed = write_rest(folder, self._who, step, group.num_workers, mode, progress, parent)
+            self._world.verify(folder)
             self._chain.add(completed, 1 if parent is None else 0)  # by their bytes, tiny deltas would end each chain
             return f"whole, number {completed.sequence} of its chain"
 

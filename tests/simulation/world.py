@@ -111,6 +111,7 @@ class World:
     faults: Faults
     network: Network
     operate: Callable[[str, Any, Callable[[], str]], None]
+    verify: Callable[[Path], object]  # a whole cut: it restores to what the shards held when it began
     cuts: CutBook = field(default_factory=CutBook)
 
 
