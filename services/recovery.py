@@ -29,7 +29,7 @@ from trainer.failures import FAILURES_FILE, Failure, FailureLog, ProcessEnd, bac
 from trainer.job import Job
 from trainer.report import ArmSummary, Progress
 from trainer.snapshot_search import newest_epoch, newest_of_run, wait_for_end_of_training
-from trainer.snapshots import now_text, read_manifest
+from trainer.snapshots import is_complete, now_text, read_manifest
 
 #: errors of a worker by which it says that a shard is gone, or came back without its rows
 LOST_SHARD = ("StoreUnavailable", "NotReady", "UnknownTable")
@@ -148,7 +148,7 @@ class Recovery:
             except FrostlineError as error:
                 self._failed_s = self._failed_s or time.monotonic()
                 self._epoch = max(self._epoch, attempt.epoch_above + 1)
-                cut = self._recover(self._named(error))
+                cut = self._recover(self._named(error), cut)
 
     def _check(self) -> None:
         try:
@@ -176,13 +176,15 @@ class Recovery:
             self._step = progress.step
         self._show(progress)
 
-    def _recover(self, error: FrostlineError) -> Path | None:
-        """As _go_back, with a record of it. JobFailed if there is no going on."""
+    def _recover(self, error: FrostlineError, began_from: Path | None) -> Path | None:
+        """As _go_back, with a record of it. began_from: the cut of the attempt that failed. JobFailed if it is the last."""
         lost = self._shards.lost(self._post_mortem)
         processes = lost or self._post_mortem.of_workers(self._ray, error)
         reason = "; ".join(f"{process.who} {process.what}" for process in processes) or str(error)
         self._failures.add(Failure(now_text(), self._step, reason, processes))
-        if not lost and not can_be_mended(error):
+        # a worker of an earlier attempt, on a machine without locks of files, may have completed a newer cut since
+        is_overtaken = began_from is not None and not is_complete(began_from)
+        if not lost and not is_overtaken and not can_be_mended(error):
             raise JobFailed(f"arm {self._arm!r}: {error}") from error
         try:
             return self._go_back(reason)

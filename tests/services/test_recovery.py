@@ -22,7 +22,7 @@ from tests.trainer.test_report import FULL
 from trainer.failures import ProcessEnd, read_failures
 from trainer.job import Job, make_job
 from trainer.report import ArmSummary, Progress
-from trainer.snapshots import job_folder
+from trainer.snapshots import job_folder, remove_cut
 
 
 class WorkerHealthCheckFailedError(RuntimeError):
@@ -255,3 +255,17 @@ def test_an_attempt_that_dies_before_it_reports_its_epoch_is_fenced_too(job: Job
     trial = Trial(job, tmp_path / "run", SilentRay([fail(DIED), fail(DIED)]))
     trial.run()
     assert [attempt.epoch_above for attempt in trial.ray.attempts] == [4, 5, 6]
+
+
+def test_a_cut_that_somebody_replaced_while_it_was_restored_is_no_end(job: Job, tmp_path: Path) -> None:
+    cuts = job_folder(tmp_path / "snapshots", "j")
+    first = write_cut(cuts, 10, 2)
+
+    def replace_it() -> None:
+        write_cut(cuts, 20, 5)
+        remove_cut(first)
+        raise raised(f"InvalidInput: {first}: No such file")
+
+    trial = Trial(job, tmp_path / "run", FakeRay([replace_it]), resume_from=first)
+    assert trial.run().restarts == 1
+    assert [attempt.resume_from for attempt in trial.ray.attempts] == [first, cuts / "cut-000000000020-5"]
