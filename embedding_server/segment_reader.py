@@ -11,7 +11,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,10 @@ class MappedSegment:
     block_crcs: np.ndarray  # uint32[K]
     block_states: np.ndarray  # uint8[K]: UNCHECKED, CHECKED or ASKED_FOR; not mapped
     _map: _FileMap
+    _last_crc: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._last_crc = int(self.block_crcs[-1])
 
     @property
     def num_rows(self) -> int:
@@ -109,6 +113,13 @@ class MappedSegment:
             return
         if size < self.size_bytes:
             raise _corrupt(self.path, f"has {size} bytes, {self.size_bytes - size} fewer than when it was opened")
+
+    def check_end(self) -> None:
+        """SegmentCorrupt if the file was cut off within its last page, of which the rest reads as zeros from then on,
+        without a word. If more of it went, this ends the process (SIGBUS), as reading what was there would."""
+        if self.block_crcs[-1] != self._last_crc:
+            self._check_size()
+            raise _corrupt(self.path, "its last bytes are not what they were when it was opened")
 
     def check_offsets(self) -> None:
         """Checks the blocks of bucket_offsets, which a merge goes by."""

@@ -68,7 +68,7 @@ def test_there_is_a_byte_of_everything(cut: Path) -> None:
     assert a.decay_steps > 0
     files = files_of(cut)
     assert len(files) == (9 if part.parent is None else 13)
-    assert sum(path.stat().st_size for path in files) < 70_000
+    assert _size(cut) < 70_000
     if part.parent is not None:
         assert 0 < a.rows_written < a.rows_hot and 0 < b.rows_written < b.rows_hot
     assert verify(cut).messages == []
@@ -121,10 +121,11 @@ def _readers(cut: Path, path: Path, scratch: Path) -> list[Check]:
     return [take, open_here]
 
 
-def test_every_byte_of_every_file_counts(cut: Path, tmp_path: Path) -> None:
-    cases, every = 0, 1 if read_parts(cut)[0].parent is None else 7  # the slow test takes every byte of a delta, too
+def _every_byte_counts(cut: Path, scratch: Path, every: int) -> int:
+    """Cases."""
+    cases = 0
     for path in files_of(cut):
-        checks = _readers(cut, path, tmp_path)
+        checks = _readers(cut, path, scratch)
         for check in checks:
             check()
         for what in damages(path, every):
@@ -132,8 +133,24 @@ def test_every_byte_of_every_file_counts(cut: Path, tmp_path: Path) -> None:
                 cases += 1
                 told = _told(check)
                 assert str(path) in told or (path.suffix == ".segment" and "taken" in told), (what, told)
-                (tmp_path / "taken").unlink(missing_ok=True)
-    assert cases > 2 * sum(path.stat().st_size for path in files_of(cut)) // every
+                (scratch / "taken").unlink(missing_ok=True)
+    return cases
+
+
+def _size(cut: Path) -> int:
+    return sum(path.stat().st_size for path in files_of(cut))
+
+
+def test_every_byte_of_every_file_counts(cut: Path, tmp_path: Path) -> None:
+    every = 1 if read_parts(cut)[0].parent is None else 7
+    assert _every_byte_counts(cut, tmp_path, every) > 2 * _size(cut) // every
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_byte_of_a_chain_counts(tmp_path: Path) -> None:
+    cut = make_tiny(tmp_path, is_delta=True)
+    assert _every_byte_counts(cut, tmp_path, 1) > 2 * _size(cut)
 
 
 # The ways in ----------------------------------------------------------------------------------------------------------
@@ -193,9 +210,9 @@ def test_every_way_in_refuses_what_is_damaged(cut: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_every_way_in_refuses_whatever_byte_is_damaged(cut: Path) -> None:
-    _all_ways_in(cut, 1)
+    _all_ways_in(cut, 1 if read_parts(cut)[0].parent is None else 5)
 
 
 def test_a_file_that_is_missing_is_named(cut: Path, tmp_path: Path) -> None:

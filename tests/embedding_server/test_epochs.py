@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
 from embedding_server.epochs import EPOCHS, load_epochs, save_epochs
-from embedding_server.errors import InvalidInput
+from embedding_server.errors import InvalidInput, StoreUnavailable
 from embedding_server.snapshot_format import write_sealed_json
 
 
@@ -38,3 +40,22 @@ def test_what_is_no_epoch_is_refused(tmp_path: Path, epoch: object) -> None:
     write_sealed_json(tmp_path / EPOCHS, {"job": epoch})
     with pytest.raises(InvalidInput, match="an epoch is no number"):
         load_epochs(tmp_path)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_disk_that_fails_leaves_the_epochs_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    save_epochs(tmp_path, {"job": 1})
+
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, call, fail)
+        with pytest.raises(StoreUnavailable, match=f"{os.strerror(code)}.*no epoch has begun"):
+            save_epochs(tmp_path, {"job": 2})
+    assert load_epochs(tmp_path) == {"job": 1}
+    save_epochs(tmp_path, {"job": 2})
+    assert load_epochs(tmp_path) == {"job": 2}
