@@ -17,6 +17,8 @@ follow. Any other forward (eval(), no_grad()) is a look-up, which changes nothin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -30,15 +32,17 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from embedding_server.errors import InvalidInput
+from embedding_server.errors import InvalidInput, NotReady
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
 from embedding_server.store import EmbeddingStore, Identity, Moves, PushAck, UpdateMode
 from trainer import kernels
 from trainer.advance import reselect, usual_steps_between
+from trainer.interchange import FileFormat
 from trainer.lookup_plan import LookupPlan
 from trainer.lookups import Lookups, Table
 from trainer.table_configs import specs_of_configs
 from trainer.training_steps import OpenStep, StepGradients, TrainingSteps
+from trainer.warm_start import Files, import_files, restore_rows
 
 _MAX_THREADS = 4  # pooling is bound by memory bandwidth beyond
 
@@ -109,20 +113,24 @@ class _Collection(torch.nn.Module):
         specs = specs_of_configs(configs, optimizer, policy, options.get("seed", 0), options.get("specs"))
         store.create_tables(specs)
         identity, last_step = options.get("identity"), options.get("last_step", 0)
+        self._mode: UpdateMode | None = options.get("mode", "sync") if identity is None else None
         usual = usual_steps_between(specs) if identity is None else None
         self._reselect_every = _checked_steps(options.get("reselect_every", usual or 0))
         if identity is None:
             job = options.get("job", "default")
-            info = store.begin_epoch(job, 1, options.get("mode", "sync"))
+            info = store.begin_epoch(job, 1, self._mode or "sync")
             identity, last_step = Identity(job, info.epoch, 0), info.last_step
         num_threads = options.get("num_threads", min(torch.get_num_threads(), _MAX_THREADS))
         is_pooled = isinstance(self, EmbeddingBagCollectionInterface)
         self._plan = LookupPlan(tables, store, is_pooled, is_weighted, num_threads)
-        decaying = {spec.name: spec.dim for spec in specs if spec.optimizer.weight_decay}
-        self._steps = TrainingSteps(store, self._plan, identity, last_step, decaying)
-        self._store = store
-        self._reselected_step = last_step
+        self._specs, self._store = specs, store
+        self._begin(identity, last_step)
         self._last_lookups: Lookups | None = None
+
+    def _begin(self, who: Identity, last_step: int) -> None:
+        decaying = {spec.name: spec.dim for spec in self._specs if spec.optimizer.weight_decay}
+        self._steps = TrainingSteps(self._store, self._plan, who, last_step, decaying)
+        self._reselected_step = last_step
 
     @property
     def device(self) -> torch.device:
@@ -167,6 +175,41 @@ class _Collection(torch.nn.Module):
         moves = reselect(self._store, self._steps.who, step)
         self._reselected_step = step
         return moves
+
+    def load(
+        self, files: Files, kind: FileFormat = "torchrec", folder: str | Path | None = None
+    ) -> dict[str, tuple[int, bool]]:
+        """Replaces all rows by those of files (interchange.py), all hot: (rows, with their optimizer state) by table.
+
+        files: of torchrec one; of safetensors and parquet {table: file}. folder: where they lie meanwhile, which shards
+        on other machines must see; None: that of temporary files. Between two steps, and only of a collection that was
+        given no identity, for it begins an epoch. InvalidInput, naming file and rule: nothing was changed if it is a
+        file's fault. Rows that come without state begin with the optimizer's initial one.
+        """
+        self._check_alone("load")
+        with TemporaryDirectory(prefix="frostline-load-", dir=folder) as temporary:
+            imported = import_files(self._specs, files, kind, Path(temporary))
+            self.restore(imported.path)
+        return {name: (rows, imported.has_state[name]) for name, rows in imported.rows.items()}
+
+    def restore(self, cut: str | Path) -> None:
+        """Replaces all rows by those of a cut, at whose step the collection then is; dense layers are the caller's.
+
+        Between two steps, and only of a collection that was given no identity, for it begins an epoch. InvalidInput,
+        SegmentCorrupt: the tables are empty then.
+        """
+        self._check_alone("restore")
+        assert self._mode is not None
+        self._begin(*restore_rows(self._store, self.identity.job, self._mode, Path(cut)))
+
+    def _check_alone(self, what: str) -> None:
+        if self._mode is None:
+            raise InvalidInput(
+                f"{what} begins an epoch, and this collection was given an identity of one; have one worker call"
+                " begin_epoch(will_restore=True) and store.restore before the collections are made"
+            )
+        if not self._steps.is_between_steps:
+            raise NotReady(f"{what}: a step is open or prefetched; call .step() first")
 
     def take_gradients(self, learning_rate: float | None = None) -> StepGradients:
         """step() in two halves, for a loop that pushes in the background: take, then `push` from any thread."""
