@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embedding_server import heat
-from embedding_server.index import FROZEN_BIT, INITIAL, Entries, count_bins
+from embedding_server.index import FROZEN_BIT, INITIAL, Entries
+from embedding_server.index_entries import count_bins
 from embedding_server.index_walk import ENTRIES_PER_SLICE, slice_end
 from embedding_server.policy import hot_fraction_at, is_above, may_move, rank_bins
 from embedding_server.scores import ranks_by_heat, reads_rows, score_bins

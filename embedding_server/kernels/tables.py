@@ -12,7 +12,7 @@ import numpy as np
 from numba import boolean, carray, float32, float64, int32, int64, njit, uint8, uint16, void
 
 from embedding_server.heat import band, bump, whole_code
-from embedding_server.index import ENTRY_BYTES, FROZEN_BIT, ask_for, entries_at, probe
+from embedding_server.index_entries import ENTRY_BYTES, FROZEN_BIT, ask_for, entries_at, probe
 from embedding_server.kernels.half_rows import SETTLE, rounding_key, value_at
 from embedding_server.kernels.hashing import bucket_of, hash_row_id
 from embedding_server.kernels.kernel import array, kernel, pointer, prefetch, view

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numba import boolean, float32, int32, int64, uint8, uint16, uint32, void
 
-from embedding_server.index import FROZEN_BIT
+from embedding_server.index_entries import FROZEN_BIT
 from embedding_server.kernels.hashing import bucket_of, hash_row_id
 from embedding_server.kernels.kernel import array, kernel, view
 from embedding_server.kernels.wire import load

@@ -66,9 +66,12 @@ def test_one_bucket_grows_at_a_time_so_memory_never_doubles() -> None:
     assert largest < 1.15
 
 
+@pytest.mark.parametrize("takes_out", [False, True])
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.lists(int64s, max_size=60), st.integers(0, 2**32)), max_size=8))
-def test_removed_entries_are_gone_and_the_others_keep_location_and_heat(rounds: list[tuple[list[int], int]]) -> None:
+@given(rounds=st.lists(st.tuples(st.lists(int64s, max_size=60), st.integers(0, 2**32)), max_size=8))
+def test_removed_entries_are_gone_and_the_others_keep_location_and_heat(
+    takes_out: bool, rounds: list[tuple[list[int], int]]
+) -> None:
     index, model = Index(4), {}
     for batch, seed in rounds:
         fresh = np.array(sorted(set(batch) - model.keys()), np.int64)
@@ -79,9 +82,13 @@ def test_removed_entries_are_gone_and_the_others_keep_location_and_heat(rounds: 
         model |= {i: (loc, codes[i]) for i, loc in zip(fresh.tolist(), locations.tolist(), strict=True)}
         known = np.array(sorted(model), np.int64)
         gone = known[np.random.default_rng(seed).random(known.shape[0]) < seed % 5 / 4]
-        index.remove(gone, index.locate(gone)[0])
+        if takes_out:
+            assert index.take_out(np.concatenate([gone, gone[:3], [12345]])) == gone.shape[0] + (12345 in model)
+            model.pop(12345, None)
+        else:
+            index.remove(gone, index.locate(gone)[0])
         for row_id in gone.tolist():
-            del model[row_id]
+            model.pop(row_id, None)
         left = index.scan(0, 4)
         found = zip(left.row_ids.tolist(), zip(left.locations.tolist(), left.heat.tolist(), strict=True), strict=True)
         assert dict(found) == model
@@ -104,6 +111,24 @@ def test_removing_gives_memory_back_and_a_small_loss_keeps_the_buffers() -> None
     assert (len(index), index.size_bytes) == (0, 0)
     _insert(index, ids[:100], 7)
     assert np.array_equal(np.sort(index.locate(ids[:100])[1]), np.arange(7, 107))
+
+
+def test_what_is_taken_out_leaves_no_bytes_and_gives_memory_back() -> None:
+    index = Index(16)
+    ids = np.unique(np.random.default_rng(5).integers(-(2**63), 2**63 - 1, 50_000))
+    _insert(index, ids, 0)
+    gone = np.random.default_rng(6).permutation(ids)[:5_000]
+    assert index.take_out(gone) == 5_000
+    words = np.concatenate(
+        [buffer[: 14 * c].reshape(c, 14)[:, :8].copy().view(np.int64).reshape(-1) for buffer, c in _buffers(index)]
+    )
+    assert not np.isin(words, gone).any()
+    assert index.take_out(ids) == 45_000
+    assert (len(index), index.size_bytes) == (0, 0)
+
+
+def _buffers(index: Index) -> list[tuple[np.ndarray, int]]:
+    return [(b, int(c)) for b, c in zip(index._buffers, index._capacities, strict=True) if b is not None]
 
 
 def test_scan_unvisited_is_what_a_scan_and_a_comparison_give() -> None:
