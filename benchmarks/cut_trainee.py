@@ -112,7 +112,7 @@ class Trainee:
         folder = root / CutName(self.who.epoch, self.step).folder
         start = time.perf_counter()
         folder.mkdir(parents=True)
-        self.store.begin_cut(self.who, self.step, str(folder))
+        self.store.begin_cut(self.who, self.step, str(folder), None if parent is None else str(parent))
         capture(self._model, self._optimizer, "adam", self._rng_states)
         return folder, time.perf_counter() - start
 

@@ -54,6 +54,8 @@ def measure_policy(size: Size, policy: Policy, folder: Path, say: Callable[[str]
             trainee.freeze_idle()
         later = trainee.cut(root)
         say(f"  a later cut: {later.as_dict()}")
+        delta = _delta(trainee, later, root)
+        say(f"  a delta: {delta}")
         sample = trainee.draw(2_000)
         served = serve_again(later.folder, trainee.spec, sample, folder / "again", memory_limit(size))
         say(f"  restored: {served.as_dict()}")
@@ -61,6 +63,7 @@ def measure_policy(size: Size, policy: Policy, folder: Path, say: Callable[[str]
         "first_cut": first.as_dict(),
         "later_cut": later.as_dict(),
         "loads": loads,
+        "delta": delta,
         "restore": served.as_dict(),
     }
 
@@ -84,9 +87,9 @@ class _Load:
         self.during: list[Interval] = []
         self.steps: dict[str, list[float]] = {"before": [], "during": []}
 
-    def pass_time(self, kind: str, is_over: Callable[[], bool]) -> None:
-        """Steps, if it trains, until is_over(); a step that is due then is left out."""
-        size, start = self._trainee.size, time.monotonic()
+    def pass_time(self, kind: str, is_over: Callable[[], bool], start: float | None = None) -> None:
+        """Steps, if it trains, until is_over(); a step that is due then is left out. The interval begins at `start`."""
+        size, start = self._trainee.size, start or time.monotonic()
         time.sleep(_POLL_S)  # so that there is a look-up in it, however small a table is
         while not is_over():
             due = time.monotonic() + size.step_s
@@ -115,10 +118,10 @@ def _under_load(trainee: Trainee, trains: bool, shards: LocalShards, root: Path,
             load.pass_time("before", _after(max(size.least_s, cut_s)))
             if not trains:
                 trainee.train_by_traffic()  # a cut is taken behind a step of its own
-            held = watch.restart()
+            held, start = watch.restart(), time.monotonic()
             folder, pause_s = trainee.begin_cut(root)
             pauses.append(pause_s)
-            load.pass_time("during", trainee.is_cut_done)
+            load.pass_time("during", trainee.is_cut_done, start)
             growth.append(watch.peak_bytes - held)
             cut_s = load.during[-1][1] - load.during[-1][0]
             shutil.rmtree(folder)
@@ -138,7 +141,7 @@ def _under_load(trainee: Trainee, trains: bool, shards: LocalShards, root: Path,
     return figures
 
 
-def _delta(trainee: Trainee, parent: CutFigures, root: Path) -> dict[str, Any] | None:
+def _delta(trainee: Trainee, parent: CutFigures, root: Path) -> dict[str, Any]:
     """A delta of a cut after DELTA_SHARE of a data pass."""
     size = trainee.size
     trainee.train_by_traffic(max(1, round(DELTA_SHARE * LOOK_UPS_A_ROW * size.rows / size.draws_per_step)))

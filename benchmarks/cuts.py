@@ -37,6 +37,7 @@ LIMITS = {
     "look_up_p99_factor_idle": 2.0,
     "memory_share_off": 0.1,
     "memory_share_idle": 0.1,
+    "delta_share_off": 0.25,
     "serving_again_s": 10.0,
 }
 
@@ -79,6 +80,7 @@ def _figures(runs: dict[str, Any]) -> dict[str, float]:
             f"memory_share_{policy}": max(load["memory_share"] for load in loads),
             f"new_bytes_{policy}": run["first_cut"]["new_bytes"],
             f"new_bytes_a_hot_row_{policy}": run["first_cut"]["new_bytes_a_hot_row"],
+            f"delta_share_{policy}": run["delta"]["share_of_full"],
             f"restore_s_{policy}": run["restore"]["restore_s"],
         }
     figures["serving_again_s"] = runs["large"]["warm"]["total_s"]
