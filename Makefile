@@ -10,7 +10,7 @@ WORKLOAD ?= all
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test slow chaos check format proto simulate bench capacity quality quality-smoke tune-check gpu-check clean
+.PHONY: help setup train test slow chaos check format proto simulate bench capacity cuts quality quality-smoke tune-check gpu-check clean
 
 help: ## lists the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -66,6 +66,10 @@ bench: $(SETUP) ## measures workloads beside their rivals: WORKLOAD=engine
 capacity: $(SETUP) ## measures bytes a row, and trains 200 million IDs in 14 GiB (an hour)
 	@echo "capacity: python -m benchmarks.capacity $(ARGS)"
 	@$(BIN)/python -m benchmarks.capacity $(ARGS)
+
+cuts: $(SETUP) ## measures what a cut costs, and how soon a shard of 25 million rows serves again (five minutes)
+	@echo "cuts: python -m benchmarks.cuts $(ARGS)"
+	@$(BIN)/python -m benchmarks.cuts $(ARGS)
 
 tune-check: $(SETUP) ## holds estimate and tune to their promises on the quality stream (10 minutes)
 	@echo "tune-check: python -m benchmarks.tune_check $(ARGS)"

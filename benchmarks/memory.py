@@ -1,4 +1,4 @@
-"""What this process holds in memory, as the kernel counts it: /proc/self/status, and a thread that keeps the peak."""
+"""What a process holds in memory, as the kernel counts it: /proc/PID/status, and a thread that keeps the peak."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ class Memory:
         return asdict(self)
 
 
-def read_memory() -> Memory:
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+def read_memory(pid: int | None = None) -> Memory:
+    """None: of this process."""
+    text = Path(f"/proc/{pid or 'self'}/status").read_text()
+    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     kib = {name: int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem", "RssFile")}
     return Memory(kib["RssAnon"] * 1024, kib["RssShmem"] * 1024, kib["RssFile"] * 1024)
 
@@ -37,8 +39,10 @@ class PeakWatch:
     Thread safety: `_lock` guards `_peak_bytes`, so that a sample begun before a restart never outlives it.
     """
 
-    def __init__(self, interval_s: float = 0.005) -> None:
+    def __init__(self, interval_s: float = 0.005, pid: int | None = None) -> None:
+        """pid: of another process, which must outlive the watch; None: this one."""
         self._interval_s = interval_s
+        self._pid = pid
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._lock = threading.Lock()
@@ -57,7 +61,7 @@ class PeakWatch:
     def restart(self) -> int:
         """Forgets the peak; returns held_bytes now."""
         with self._lock:
-            self._peak_bytes = read_memory().held_bytes
+            self._peak_bytes = read_memory(self._pid).held_bytes
             return self._peak_bytes
 
     @property
@@ -67,7 +71,7 @@ class PeakWatch:
 
     def _sample(self) -> None:
         with self._lock:
-            self._peak_bytes = max(self._peak_bytes, read_memory().held_bytes)
+            self._peak_bytes = max(self._peak_bytes, read_memory(self._pid).held_bytes)
 
     def _watch(self) -> None:
         while not self._ended.wait(self._interval_s):

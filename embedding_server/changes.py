@@ -62,6 +62,11 @@ class Changes:
         if self._now:
             self._stamps.array[dst] = self._stamps.array[src]
 
+    @property
+    def stamps(self) -> np.ndarray:
+        """uint8[max_slots, 1], read only."""
+        return self._stamps.array
+
     def stamps_of(self, slots: np.ndarray) -> np.ndarray:
         """uint8[n] of slots int[n]."""
         return self._stamps.array[slots, 0]

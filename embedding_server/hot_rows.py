@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 
 from embedding_server.kernels import cpu, row_updates
+from embedding_server.kernels.cut_rows import columns_of
 from embedding_server.kernels.half_rows import MAX_HALF, SETTLE, UPDATE
 from embedding_server.kernels.wire import MODES, wire_view
 from embedding_server.optimizers import adam_step_size, initial_state, num_state_columns, table_seed
@@ -90,6 +91,11 @@ class HotRows(ABC):
         weights, state = self.read(slots)
         return (weights.astype(np.float16) if self.hot_bits == 16 else weights), state
 
+    def stored_columns(self, weights: np.ndarray, state: np.ndarray) -> np.ndarray | None:
+        """For kernels.cut_rows.copy_rows, which then does what read_stored does, into rows of these contiguous arrays.
+        None: hot rows do not lie in this process's memory."""
+        return None
+
     @abstractmethod
     def write(self, slots: np.ndarray, weights: np.ndarray, state: np.ndarray) -> None:
         """The opposite of `read`."""
@@ -134,6 +140,9 @@ class ReservedHotRows(HotRows):
         if self.hot_bits == 32:
             return self.read(slots)
         return self._weights.array[slots].view(np.float16), self._state.array[slots]
+
+    def stored_columns(self, weights: np.ndarray, state: np.ndarray) -> np.ndarray:
+        return columns_of((self._weights.array, self._state.array), (weights, state))
 
     def write(self, slots: np.ndarray, weights: np.ndarray, state: np.ndarray) -> None:
         self._write_weights(slots, weights)

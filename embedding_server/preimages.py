@@ -9,39 +9,74 @@ Thread safety: none; it belongs to the table.
 
 from __future__ import annotations
 
+from concurrent.futures import Executor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from embedding_server.index import FROZEN_BIT, Entries, Index
-from embedding_server.reserved import ReservedArray
+from embedding_server.kernels.cut_rows import ABSENT, columns_of, copy_rows, survey
+from embedding_server.reserved import ReservedArray, populate
 from embedding_server.slots import Slots
 
 if TYPE_CHECKING:
     from embedding_server.table import Table
 
-ABSENT = np.uint32(0x7FFFFFFF)  # the location of a row_id that was no row; no log slot is that high
-_SHARE, _LEAST_BYTES = 0.1, 1 << 20  # of the table's hot bytes
+_SHARE, _LEAST_BYTES = 0.08, 1 << 20  # of the table's hot bytes; what waits for the disk is the rest of a tenth
+#: A Pull may need some MiB of the log at once, and new memory costs 0.5 ms a MiB in pages of 4 KiB (in huge ones 0.05
+#: to 2 ms, at one stroke): so another thread has it taken ahead.
+_AHEAD_BYTES, _NEVER_HUGE = 8 << 20, 1 << 62
 _ENTRY_BYTES = 22  # of index for one more row, at the lowest load
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Rows without a pre-image, as the table's index has them: int64[n], uint32[n] (or ABSENT), uint16[n]; the slots of
+    the hot ones among them, int32[h], in order."""
+
+    row_ids: np.ndarray
+    locations: np.ndarray
+    heat: np.ndarray
+    slots: np.ndarray
+
+
 class PreImages:
-    def __init__(self, table: Table) -> None:
-        self._table = table
+    def __init__(self, table: Table, executor: Executor | None) -> None:
+        self._table, self._executor = table, executor
         self.row_bytes = table.hot_row_bytes + 1  # of its stamp
         self.limit_bytes = max(_LEAST_BYTES, int(_SHARE * table.slots.high_water * table.hot_row_bytes))
         most = self.limit_bytes // (self.row_bytes + _ENTRY_BYTES) + 1
         self._index = Index(table.index.num_buckets)
-        self._index.reserve(min(most, table.slots.high_water))  # or each of its buckets would grow at each Pull
+        room = self._index.reserve(min(most, table.slots.high_water))  # or each of its buckets would grow at each Pull
+        if executor is not None:
+            executor.submit(populate, room)
         self._slots = Slots(most)
         dtype = np.float32 if table.spec.policy.hot_bits == 32 else np.float16
         self._parts = (
-            ReservedArray(most, table.spec.dim, dtype),
+            ReservedArray(most, table.spec.dim, dtype, small_bytes=_NEVER_HUGE),
             ReservedArray(most, table.hot.num_state_columns, np.float32),
             ReservedArray(most, 1, np.int32),
             ReservedArray(most, 1, np.uint8),
             ReservedArray(most, 1, np.uint8),
         )
+
+        weights, state, *small = (part.array for part in self._parts)
+        columns = columns_of((table.last_step.array, table.visits.array, table.changes.stamps), small)
+        wide = table.hot.stored_columns(weights, state)
+        self._are_in_memory = wide is not None
+        self._columns = columns if wide is None else np.concatenate([wide, columns])
+        self._most, self._populated = most, 0
+        self._populate_ahead()
+
+    def _populate_ahead(self) -> None:
+        """Has memory taken for the rows that come next."""
+        ahead = _AHEAD_BYTES // self.row_bytes
+        until = min(self._most, self._slots.high_water + ahead)
+        if self._executor is not None and until - self._populated >= min(self._most, ahead // 2):
+            for part in self._parts[:2]:
+                self._executor.submit(populate, part.array[self._populated : until])
+            self._populated = until
 
     @property
     def size_bytes(self) -> int:
@@ -50,37 +85,36 @@ class PreImages:
     def __len__(self) -> int:
         return len(self._index)
 
-    def absent_from(self, row_ids: np.ndarray, first_bucket: int) -> np.ndarray:
+    def survey(self, row_ids: np.ndarray, first_bucket: int) -> Found:
         """Those of row_ids int64[n] in buckets from first_bucket on that have no pre-image."""
-        return self._index.absent_from(row_ids, first_bucket)
+        n = row_ids.shape[0]
+        out = np.empty(n, np.int64), np.empty(n, np.uint32), np.empty(n, np.uint16), np.empty(n, np.int32)
+        found, hot = survey(*self._table.index.directory(), *self._index.directory(), row_ids, first_bucket, *out)
+        return Found(out[0][:found], out[1][:found], out[2][:found], out[3][:hot])
 
-    def has_room(self, locations: np.ndarray, is_absent: np.ndarray) -> bool:
-        """For pre-images of rows at these locations of the table, uint32[n]."""
-        num_hot = int(np.count_nonzero(~is_absent & ((locations & FROZEN_BIT) == 0)))
-        taken = self._slots.num_taken + num_hot
-        entries = max(self._index.size_bytes, (len(self._index) + locations.shape[0]) * _ENTRY_BYTES)
+    def has_room(self, found: Found) -> bool:
+        taken = self._slots.num_taken + found.slots.shape[0]
+        entries = max(self._index.size_bytes, (len(self._index) + found.row_ids.shape[0]) * _ENTRY_BYTES)
         return taken * self.row_bytes + entries <= self.limit_bytes
 
-    def add(self, row_ids: np.ndarray, locations: np.ndarray, is_absent: np.ndarray, heat: np.ndarray) -> None:
-        """Distinct row_ids int64[n] without a pre-image; uint32[n], bool[n], uint16[n]: what the table's index says."""
-        kept = np.where(is_absent, ABSENT, locations)
-        hot = np.flatnonzero(~is_absent & ((locations & FROZEN_BIT) == 0))
-        if hot.shape[0]:
-            kept[hot] = self._keep(locations[hot].astype(np.int32)).astype(np.uint32)
-        entries, _, _ = self._index.insert(row_ids, kept)
-        self._index.set_heat(entries, heat)
+    def add(self, found: Found) -> None:
+        """Distinct row_ids."""
+        kept = found.locations
+        is_hot = ((kept & FROZEN_BIT) == 0) & (kept != ABSENT)
+        kept[is_hot] = self._keep(found.slots).astype(np.uint32)
+        entries, _, _ = self._index.insert(found.row_ids, kept)
+        self._index.set_heat(entries, found.heat)
 
     def _keep(self, table_slots: np.ndarray) -> np.ndarray:
         """Log slots int32[n] that hold the rows of these slots of the table now."""
-        table, n = self._table, table_slots.shape[0]
+        n = table_slots.shape[0]
         freed = self._slots.take_free(n)
         slots = np.concatenate([freed, self._slots.grow(n - freed.shape[0])])
-        # new ones lie in a row, and a slice is copied several times as fast as single rows
-        at = slots if freed.shape[0] else slice(int(slots[0]), int(slots[0]) + n)
-        weights, state, last_steps, visits, stamps = self._parts
-        weights.array[at], state.array[at] = table.hot.read_stored(table_slots)
-        last_steps.array[at], visits.array[at] = table.last_step.array[table_slots], table.visits.array[table_slots]
-        stamps.array[at, 0] = table.changes.stamps_of(table_slots)
+        copy_rows(self._columns, table_slots, slots)
+        self._populate_ahead()
+        if not self._are_in_memory:
+            weights, state = self._parts[:2]
+            weights.array[slots], state.array[slots] = self._table.hot.read_stored(table_slots)
         return slots
 
     def locate(self, row_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -90,9 +124,10 @@ class PreImages:
     def heat_of(self, entries: np.ndarray) -> np.ndarray:
         return self._index.heat_of(entries)
 
-    def rows_at(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(weights [n, D] as they are stored, state float32[n, C]) of log slots int32[n], copies."""
-        return self._parts[0].array[slots], self._parts[1].array[slots]
+    def copy_rows(self, slots: np.ndarray, weights: np.ndarray, state: np.ndarray, positions: np.ndarray) -> None:
+        """Rows of log slots int32[n] to rows positions int32[n] of contiguous arrays."""
+        columns = columns_of((self._parts[0].array, self._parts[1].array), (weights, state))
+        copy_rows(columns, slots, positions)
 
     def visits_at(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(last_steps int32[n], visits uint8[n]) of log slots int32[n]."""
@@ -107,12 +142,10 @@ class PreImages:
 
     def drop(self, first_bucket: int, last_bucket: int) -> None:
         """Buckets [first, last) are written."""
-        entries = self._index.scan(first_bucket, last_bucket)
-        if not entries.row_ids.shape[0]:
-            return
-        kept = (entries.locations != ABSENT) & ((entries.locations & FROZEN_BIT) == 0)
-        self._slots.give_back(entries.locations[kept].astype(np.int32))
-        self._index.remove(entries.row_ids, entries.addresses)
+        locations = self._index.scan(first_bucket, last_bucket).locations
+        if locations.shape[0]:
+            self._slots.give_back(locations[(locations != ABSENT) & ((locations & FROZEN_BIT) == 0)].view(np.int32))
+        self._index.clear(first_bucket, last_bucket)
 
     def close(self) -> None:
         for part in self._parts:

@@ -21,7 +21,9 @@ import json
 import math
 import os
 import stat
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,38 +109,50 @@ class _ColumnCursor:
         self.waiting = bytearray()
         self.crcs: list[int] = []
 
-    def take(self, data: memoryview) -> bytes | memoryview:
-        """The whole blocks that are there now, their CRCs noted."""
-        if len(self.waiting) + len(data) < CRC_BLOCK_BYTES:
-            self.waiting += data
-            return b""
+    def take(self, data: memoryview) -> list[bytes | memoryview]:
+        """The whole blocks that are there now, in pieces of whole blocks."""
+        pieces: list[bytes | memoryview] = []
         if self.waiting:
-            data = memoryview(bytes(self.waiting) + data)
+            missing = CRC_BLOCK_BYTES - len(self.waiting)
+            self.waiting += data[:missing]
+            data = data[missing:]
+            if len(self.waiting) < CRC_BLOCK_BYTES:
+                return []
+            pieces.append(bytes(self.waiting))
         whole = len(data) - len(data) % CRC_BLOCK_BYTES
         self.waiting = bytearray(data[whole:])
-        self._count(data[:whole])
-        return data[:whole]
+        return [*pieces, data[:whole]] if whole else pieces
 
     def rest(self) -> bytes:
         data = bytes(self.waiting)
         self.waiting = bytearray()
-        self._count(memoryview(data))
         return data
 
-    def _count(self, data: memoryview) -> None:
+    def note_crcs(self, data: bytes | memoryview) -> None:
+        """Of the blocks behind those noted before."""
         for start in range(0, len(data), CRC_BLOCK_BYTES):
             self.crcs.append(crc32(data[start : start + CRC_BLOCK_BYTES]))
+
+
+_Piece = tuple[_ColumnCursor, bytes | memoryview, int]  # of a column: whole blocks, and where in the file they go
 
 
 class ColumnWriter:
     """Writes a column file, each column from its first row on, in any order between the columns.
 
-    append ...; complete(); sync(), in any thread; publish(). Or abandon(), at any time. Methods raise OSError.
+    append ..., hand_over() now and then; complete(); sync(), in any thread; publish(). Or abandon(), at any time.
+    Methods raise OSError.
+
+    With an executor, of one thread, hand_over gives it what was appended: checksums and write() were two thirds of a
+    slice of a cut, and a write() may wait for the disk, while calls wait for the shard's thread. Else append writes.
     """
 
-    def __init__(self, path: Path, columns: Sequence[Column]) -> None:
+    def __init__(self, path: Path, columns: Sequence[Column], executor: Executor | None = None) -> None:
         self.path = path
         self._partial = path.with_name(path.name + PARTIAL_SUFFIX)
+        self._executor = executor
+        self._appended: list[_Piece] = []
+        self._writes: deque[tuple[Future[None], int]] = deque()  # handed over, oldest first, with their bytes
         header = header_bytes(columns)
         self._cursors: dict[str, _ColumnCursor] = {}
         offset = len(header)
@@ -157,28 +171,58 @@ class ColumnWriter:
             raise
 
     def append(self, name: str, rows: np.ndarray) -> None:
-        """The next rows of a column, in its dtype."""
+        """The next rows of a column, in its dtype; they must not change afterwards."""
         cursor = self._cursors[name]
         assert rows.dtype == DTYPES[cursor.column.dtype], f"column {name} of {self.path} takes {cursor.column.dtype}"
         if not rows.size:
             return
-        data = cursor.take(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
-        assert cursor.offset + len(data) + len(cursor.waiting) <= cursor.end, f"column {name} of {self.path} is full"
-        self._write(data, cursor.offset)
-        cursor.offset += len(data)
+        for data in cursor.take(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data):
+            self._appended.append((cursor, data, cursor.offset))
+            cursor.offset += len(data)
+        assert cursor.offset + len(cursor.waiting) <= cursor.end, f"column {name} of {self.path} is full"
+        if self._executor is None:
+            pieces, self._appended = self._appended, []
+            self._write_pieces(pieces)
+
+    def hand_over(self) -> None:
+        """Has what was appended written."""
+        if self._executor is not None and self._appended:
+            pieces, self._appended = self._appended, []
+            size = sum(len(data) for _, data, _ in pieces)
+            self._writes.append((self._executor.submit(self._write_pieces, pieces), size))
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Handed over and not yet written. OSError if some could not be."""
+        while self._writes and self._writes[0][0].done():
+            self._writes.popleft()[0].result()
+        return sum(size for _, size in self._writes)
+
+    def wait(self) -> None:
+        """Until the oldest that was handed over is written. OSError if it could not be."""
+        if self._writes:
+            self._writes.popleft()[0].result()
 
     def complete(self) -> None:
         """Every column has all its rows: writes what waits, and block_crcs."""
+        self.hand_over()
+        while self._writes:
+            self.wait()
         crcs: list[int] = []
         for name, cursor in self._cursors.items():
             rest = cursor.rest()
-            self._write(rest, cursor.offset)
+            self._write_pieces([(cursor, rest, cursor.offset)])
             cursor.offset += len(rest)
             assert cursor.offset == cursor.end, f"column {name} of {self.path} lacks {cursor.end - cursor.offset} bytes"
             crcs += cursor.crcs
         data = np.array(crcs, "<u4").tobytes()
         self._write(data, self._crcs_at)
         self.crc32 = crc32(data)
+
+    def _write_pieces(self, pieces: Sequence[_Piece]) -> None:
+        for cursor, data, offset in pieces:
+            cursor.note_crcs(data)
+            self._write(data, offset)
 
     def sync(self) -> None:
         """Returns when what was written is on disk."""
@@ -200,6 +244,10 @@ class ColumnWriter:
 
     def abandon(self) -> None:
         """Removes the file under its temporary name, if it is there."""
+        while self._writes:  # they need the descriptor; what became of them does not matter any more
+            write, _ = self._writes.popleft()
+            if not write.cancel():
+                write.exception()
         self._close()
         with contextlib.suppress(OSError):
             self._partial.unlink()

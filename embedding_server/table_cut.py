@@ -7,8 +7,9 @@ Of a delta the hot file has weights and state of those rows alone that changed s
 first in each bucket.
 
 A row that is about to change before it is written is copied first (`preserve`, preimages.py): its pre-image is what the
-cut has of it. These take at most a tenth of the table's hot bytes; beyond, whoever changes rows writes slices of the
-cut until there is room. Segments are held (segments.py) until all are linked, so locations stay what they were.
+cut has of it. These and what waits for the disk take at most a tenth of the table's hot bytes; beyond, whoever changes
+rows writes slices of the cut until there is room. Segments are held (segments.py) until all are linked, so locations
+stay what they were.
 
 Thread safety: none; it belongs to the table. Work given to `executor` touches nothing but files and sealed buffers.
 """
@@ -27,10 +28,10 @@ from embedding_server.changes import Mark
 from embedding_server.failpoints import failpoint
 from embedding_server.index import FROZEN_BIT, INITIAL, Index
 from embedding_server.index_walk import slice_end
-from embedding_server.kernels.hashing import buckets_of
+from embedding_server.kernels.cut_rows import ABSENT, copy_rows, order_rows
 from embedding_server.kernels.locations import MAX_SEGMENT_ROWS, MAX_SLOTS, SLOT_SHIFT
 from embedding_server.kernels.visits import has_duplicates
-from embedding_server.preimages import ABSENT, PreImages
+from embedding_server.preimages import PreImages
 from embedding_server.segment_reader import MappedSegment
 from embedding_server.snapshot_file import ColumnWriter
 from embedding_server.snapshot_format import (
@@ -58,7 +59,10 @@ COUNTERS = (
     "moves_frozen_limit", "moves_thawed", "moves_thawed_visit", "moves_thawed_rank", "moves_forgotten", "rows_ranked",
     "rows_ranked_before", "rows_erased",
 )  # fmt: skip
-_SLICE_BYTES, _SLICE_ROWS = 1 << 20, 4096  # of hot rows: gathering, CRC and write of 1 MiB take about 1 ms
+_SLICE_BYTES, _SLICE_ROWS = 1 << 19, 4096  # of hot rows: gathering 512 KiB takes 0.2 ms
+#: Handed to the executor and not yet written, at most: a slice then waits, which also keeps a cut from taking more than
+#: a sixth of the shard's thread. Of a large table it is a quarter of the pre-images' bytes, so that both are a tenth.
+_LEAST_WAITING_BYTES, _MOST_WAITING_BYTES = 2 << 20, 8 << 20
 
 
 class TableCut:
@@ -84,11 +88,13 @@ class TableCut:
         """
         self._table, self._executor, self._on_error = table, executor, on_error
         self._objects = objects
+        self._dtype = np.float32 if table.spec.policy.hot_bits == 32 else np.float16
         table.move_origin_of_heat(step)  # so that the heat of all shards has one origin
         self.mark, self._stamp = table.changes.begin_cut(parent)  # rows with a higher stamp are written
         table.record_memory()
         self._slots = table.segments.hold()
-        self._log = PreImages(table)
+        self._log = PreImages(table, executor)
+        self._most_waiting = min(_MOST_WAITING_BYTES, max(_LEAST_WAITING_BYTES, self._log.limit_bytes // 4))
         self._waiting_log = Index(NUM_WAITING_BUCKETS)
         self.bucket = 0  # rows of the buckets below are written
         self._waiting_bucket = 0 if table.waiting is not None else NUM_WAITING_BUCKETS
@@ -139,26 +145,24 @@ class TableCut:
         noted = self._noted
         hot = hot_columns_of(self._table.spec, noted["rows_hot"], noted["rows_written"], noted["decay_steps"])
         frozen = frozen_columns_of(rows, noted["rows_initial"], noted["rows_waiting"])
-        self._files.append(ColumnWriter(folder / hot_file(number), hot))
-        self._files.append(ColumnWriter(folder / frozen_file(number), frozen))
+        self._files.append(ColumnWriter(folder / hot_file(number), hot, self._executor))
+        self._files.append(ColumnWriter(folder / frozen_file(number), frozen, self._executor))
 
     # Before a change ------------------------------------------------------------------------------------------------
 
     def preserve(self, row_ids: np.ndarray) -> None:
         """Rows int64[n] are about to change, come or go."""
         while self.bucket < NUM_BUCKETS:
-            new = self._log.absent_from(row_ids, self.bucket)
-            if not new.shape[0]:
+            found = self._log.survey(row_ids, self.bucket)
+            if not found.row_ids.shape[0]:
                 return
-            if has_duplicates(new):
-                new = np.unique(new)
-            index = self._table.index
-            entries, locations, _, _ = index.locate(new)
-            is_absent = entries == 0
-            if self._log.has_room(locations, is_absent):
-                self._log.add(new, locations, is_absent, index.heat_of(entries))
+            if has_duplicates(found.row_ids):
+                row_ids = np.unique(found.row_ids)
+            elif self._log.has_room(found):
+                self._log.add(found)
                 return
-            self._write_slice()
+            else:
+                self._write_slice()
 
     def preserve_waiting(self, row_ids: np.ndarray, *, halves: bool) -> None:
         """Counts of IDs int64[n] below min_count are about to change; halves: those of all others, too."""
@@ -175,11 +179,26 @@ class TableCut:
 
     def slice(self) -> bool:
         """Does a bounded part of what is left. False: nothing can be done now; it is complete or waits for a thread."""
-        if self.is_complete:
+        if self.is_complete or self._waiting_bytes() > self._most_waiting:
             return False
-        if next(self._rows_work, "end") != "end":
+        if self._advance():
+            return True
+        if self._waiting_bytes():
+            return False
+        if not self.bytes_written:
+            self._complete_files()
             return True
         return self._link_segments()
+
+    def _advance(self) -> bool:
+        """A slice of the rows. False: there are no more."""
+        is_more = next(self._rows_work, "end") != "end"
+        for file in self._files:
+            file.hand_over()
+        return is_more
+
+    def _waiting_bytes(self) -> int:
+        return sum(file.waiting_bytes for file in self._files)
 
     def write_rows(self) -> None:
         """All rows, before they change all at once."""
@@ -198,7 +217,10 @@ class TableCut:
     def _write_slice(self) -> None:
         """For one who must not fail because the cut does."""
         try:
-            next(self._rows_work, None)
+            self._advance()
+            while self._waiting_bytes() > self._most_waiting:
+                self._files[0].wait()
+                self._files[1].wait()
         except Exception as error:  # whatever it is, training goes on without this cut
             self._on_error(error)
 
@@ -206,6 +228,9 @@ class TableCut:
         segments = self._table.segments
         if self._link is not None:
             self._link.exception()
+        elif self._waiting_bytes():
+            for file in self._files:
+                file.wait()
         elif not segments.write_pending(here=True) and not segments.erase_slice(here=True, holds=True):
             segments.wait_for_write()
 
@@ -216,7 +241,7 @@ class TableCut:
     @property
     def is_waiting(self) -> bool:
         """For work of the executor."""
-        return self._link is not None
+        return self._link is not None or self._waiting_bytes() > 0
 
     def _write_all(self) -> Iterator[None]:
         """Each step is a slice."""
@@ -244,6 +269,8 @@ class TableCut:
         hot.append("written_offsets", np.cumsum(self._written_counts).astype(np.uint32))
         for name, row in zip(("default_weights", "default_state"), self._default, strict=True):
             hot.append(name, row[0])
+
+    def _complete_files(self) -> None:
         for file in self._files:
             file.complete()
             self.bytes_written += file.size_bytes
@@ -275,11 +302,10 @@ class TableCut:
             slots = np.where(is_frozen, 0, locations).astype(np.int32)
             is_written[:num_now] = self._table.changes.stamps_of(slots[:num_now]) > self._stamp
             is_written[num_now:] = self._log.stamps_at(slots[num_now:]) > self._stamp
-        buckets = buckets_of(row_ids, NUM_BUCKETS)
-        if before.row_ids.shape[0] or self._stamp >= 0:
-            order = np.argsort(2 * buckets + ~is_written, kind="stable")
-            row_ids, locations, heat = row_ids[order], locations[order], heat[order]
-            is_frozen, is_written, buckets = is_frozen[order], is_written[order], buckets[order]
+        order, buckets = np.empty((2, row_ids.shape[0]), np.int64)
+        order_rows(row_ids, is_written, self.bucket, last, order, buckets)
+        row_ids, locations, heat = row_ids[order], locations[order], heat[order]
+        is_frozen, is_written = is_frozen[order], is_written[order]
         self._write_frozen(last, row_ids[is_frozen], locations[is_frozen], heat[is_frozen])
         is_hot = ~is_frozen
         self._hot_counts[1:] += np.bincount(buckets[is_hot], minlength=NUM_BUCKETS)
@@ -311,18 +337,28 @@ class TableCut:
         slots, log_slots = slots.astype(np.int32), log_slots.astype(np.int32)
         last_steps, visits = table.last_step.array[slots, 0], table.visits.array[slots, 0]
         heat = table.index.heat_of(entries)
-        weights, state = table.hot.read_stored(slots[written])
+        weights, state = self._rows_at(slots[written])
         if at.shape[0]:
             last_steps[at], visits[at] = self._log.visits_at(log_slots[at])
             heat[at] = self._log.heat_of(logged[at])
             is_logged = np.flatnonzero(logged[written])
-            weights[is_logged], state[is_logged] = self._log.rows_at(log_slots[written[is_logged]])
+            self._log.copy_rows(log_slots[written[is_logged]], weights, state, is_logged.astype(np.int32))
         file.append("row_ids", row_ids)
         file.append("weights", weights)
         file.append("state", state)
         file.append("last_steps", last_steps)
         file.append("heat", heat)
         file.append("visits", visits)
+
+    def _rows_at(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """HotRows.read_stored, faster."""
+        hot, n = self._table.hot, slots.shape[0]
+        weights, state = np.empty((n, hot.dim), self._dtype), np.empty((n, hot.num_state_columns), np.float32)
+        columns = hot.stored_columns(weights, state)
+        if columns is None:
+            return hot.read_stored(slots)
+        copy_rows(columns, slots, np.arange(n, dtype=np.int32))
+        return weights, state
 
     # Segments -------------------------------------------------------------------------------------------------------
 

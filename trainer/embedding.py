@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -34,16 +36,18 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from embedding_server.errors import InvalidInput
+from embedding_server.errors import InvalidInput, NotReady
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
 from embedding_server.store import EmbeddingStore, Erased, Identity, Moves, PushAck, UpdateMode
 from trainer import kernels
 from trainer.advance import reselect, usual_steps_between
+from trainer.interchange import FileFormat
 from trainer.lookup_plan import LookupPlan
 from trainer.lookups import Lookups, Table
 from trainer.table_changes import RowIds, TableChanges
 from trainer.table_configs import specs_of_configs
 from trainer.training_steps import OpenStep, StepGradients, TrainingSteps
+from trainer.warm_start import Files, import_files, restore_rows
 
 _MAX_THREADS = 4  # pooling is bound by memory bandwidth beyond
 
@@ -114,17 +118,16 @@ class _Collection(torch.nn.Module):
         store.create_tables(specs)
         self._specs = {spec.name: spec for spec in specs}
         identity, last_step = options.get("identity"), options.get("last_step", 0)
+        self._mode: UpdateMode | None = options.get("mode", "sync") if identity is None else None
         self._reselect_every = self._usual_steps_between()
         if identity is None:
             job = options.get("job", "default")
-            info = store.begin_epoch(job, 1, options.get("mode", "sync"))
+            info = store.begin_epoch(job, 1, self._mode or "sync")
             identity, last_step = Identity(job, info.epoch, 0), info.last_step
         self._store, self._is_weighted = store, is_weighted
         self._lay_out(configs)
         self._plan = self._new_plan()
-        self._steps = TrainingSteps(store, self._plan, identity, last_step, self._decaying())
-        self._changes = TableChanges(store, self._steps)
-        self._reselected_step = last_step
+        self._begin(identity, last_step)
         self._last_lookups: Lookups | None = None
 
     def _check_config(self, config: BaseEmbeddingConfig) -> None:
@@ -165,6 +168,11 @@ class _Collection(torch.nn.Module):
     def _usual_steps_between(self) -> int:
         usual = usual_steps_between(self._specs.values()) if self._options.get("identity") is None else None
         return _checked_steps(self._options.get("reselect_every", usual or 0))
+
+    def _begin(self, who: Identity, last_step: int) -> None:
+        self._steps = TrainingSteps(self._store, self._plan, who, last_step, self._decaying())
+        self._changes = TableChanges(self._store, self._steps)
+        self._reselected_step = last_step
 
     @property
     def device(self) -> torch.device:
@@ -262,6 +270,41 @@ class _Collection(torch.nn.Module):
         self._plan = self._new_plan()
         self._steps.use(self._plan, self._decaying())
         self._reselect_every = self._usual_steps_between()
+
+    def load(
+        self, files: Files, kind: FileFormat = "torchrec", folder: str | Path | None = None
+    ) -> dict[str, tuple[int, bool]]:
+        """Replaces all rows by those of files (interchange.py), all hot: (rows, with their optimizer state) by table.
+
+        files: of torchrec one; of safetensors and parquet {table: file}. folder: where they lie meanwhile, which shards
+        on other machines must see; None: that of temporary files. Between two steps, and only of a collection that was
+        given no identity, for it begins an epoch. InvalidInput, naming file and rule: nothing was changed if it is a
+        file's fault. Rows that come without state begin with the optimizer's initial one.
+        """
+        self._check_alone("load")
+        with TemporaryDirectory(prefix="frostline-load-", dir=folder) as temporary:
+            imported = import_files(list(self._specs.values()), files, kind, Path(temporary))
+            self.restore(imported.path)
+        return {name: (rows, imported.has_state[name]) for name, rows in imported.rows.items()}
+
+    def restore(self, cut: str | Path) -> None:
+        """Replaces all rows by those of a cut, at whose step the collection then is; dense layers are the caller's.
+
+        Between two steps, and only of a collection that was given no identity, for it begins an epoch. InvalidInput,
+        SegmentCorrupt: the tables are empty then.
+        """
+        self._check_alone("restore")
+        assert self._mode is not None
+        self._begin(*restore_rows(self._store, self.identity.job, self._mode, Path(cut)))
+
+    def _check_alone(self, what: str) -> None:
+        if self._mode is None:
+            raise InvalidInput(
+                f"{what} begins an epoch, and this collection was given an identity of one; have one worker call"
+                " begin_epoch(will_restore=True) and store.restore before the collections are made"
+            )
+        if not self._steps.is_between_steps:
+            raise NotReady(f"{what}: a step is open or prefetched; call .step() first")
 
     def take_gradients(self, learning_rate: float | None = None) -> StepGradients:
         """step() in two halves, for a loop that pushes in the background: take, then `push` from any thread."""

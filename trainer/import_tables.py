@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 from pydantic import ValidationError
 
 from embedding_server.errors import InvalidInput
@@ -56,6 +55,16 @@ class ImportRequest:
     uri: Path
     job: str
     arm: str = "main"
+    specs: Mapping[str, TableSpec] = field(default_factory=dict)  # of tables for which dim and optimizer are not those
+
+    def dim_of(self, table: str) -> int | None:
+        return self.specs[table].dim if table in self.specs else self.dim
+
+    def optimizer_of(self, table: str) -> OptimizerSpec:
+        return self.specs[table].optimizer if table in self.specs else self.optimizer
+
+    def kind_of(self, table: str) -> str:
+        return self.optimizer_of(table).kind
 
 
 def import_tables(request: ImportRequest) -> Imported:
@@ -66,7 +75,9 @@ def import_tables(request: ImportRequest) -> Imported:
                 f"{option} {name[:120]!a}: no job can be called so; begin with a letter or a digit, then letters,"
                 " digits, '.', '_' and '-', 100 in all at most"
             )
-    with open_tables(request.files, request.kind, request.tables, request.optimizer.kind) as found:
+    with open_tables(
+        request.files, request.kind, request.tables, lambda table: request.optimizer_of(table).kind
+    ) as found:
         tables = [_new_table(table, request) for table in found]
         with _empty_job(job_folder(request.uri, request.job, request.arm)) as folder:
             cut = folder / CutName(_EPOCH, 0).folder
@@ -82,20 +93,14 @@ def import_tables(request: ImportRequest) -> Imported:
 
 
 def _new_table(table: TableFile, request: ImportRequest) -> NewTable:
-    if request.dim not in (None, table.dim):
-        raise InvalidInput(f"{table.where}: table {table.table!r} has dim {table.dim}, not --dim {request.dim}")
+    wanted = request.dim_of(table.table)
+    if wanted not in (None, table.dim):
+        raise InvalidInput(f"{table.where}: table {table.table!r} has dim {table.dim}, and must have {wanted}")
     try:
-        spec = TableSpec(name=table.table, dim=table.dim, optimizer=request.optimizer)
+        spec = TableSpec(name=table.table, dim=table.dim, optimizer=request.optimizer_of(table.table))
     except ValidationError as error:
         raise InvalidInput(f"{table.where}: {error.errors(include_url=False)[0]['msg']}") from None
-    row_ids = check_table(table, spec)
-    _check_ids(table, row_ids)
-    return NewTable(spec, row_ids, table)
-
-
-def _check_ids(table: TableFile, row_ids: np.ndarray) -> None:
-    if not row_ids.shape[0]:
-        raise InvalidInput(f"{table.where}: has no rows; there is nothing to import")
+    return NewTable(spec, check_table(table, spec), table)
 
 
 @contextlib.contextmanager

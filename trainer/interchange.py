@@ -17,7 +17,7 @@ A file is input from elsewhere: nothing in it is executed, and every number is c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Literal, Protocol
@@ -81,9 +81,11 @@ def metadata_of(spec: TableSpec) -> dict[str, str]:
 
 @contextmanager
 def open_tables(
-    files: Sequence[Path], kind: FileFormat, names: Sequence[str], optimizer_kind: str
+    files: Sequence[Path], kind: FileFormat, names: Sequence[str], kind_of: Callable[[str], str]
 ) -> Iterator[list[TableFile]]:
-    """The tables of files. safetensors, parquet: names[i] is that of files[i]. torchrec: names chooses; none: all."""
+    """The tables of files. safetensors, parquet: names[i] is that of files[i]. torchrec: names chooses; none: all.
+
+    kind_of(table): of its optimizer."""
     with ExitStack() as stack:
         if kind != "torchrec":
             if len(names) != len(files):
@@ -104,7 +106,7 @@ def open_tables(
                 ]
         else:
             opened = [stack.enter_context(closing(TensorFile(file))) for file in files]
-            tables = list(_torchrec_tables(opened, names, optimizer_kind))
+            tables = list(_torchrec_tables(opened, names, kind_of))
         found = [table.table for table in tables]
         if len(set(found)) != len(found):
             raise InvalidInput(f"tables {', '.join(map(repr, found))}: each must be there once")
@@ -179,7 +181,7 @@ class _TorchrecTable:
 
 
 def _torchrec_tables(
-    files: Sequence[TensorFile], names: Sequence[str], optimizer_kind: str
+    files: Sequence[TensorFile], names: Sequence[str], kind_of: Callable[[str], str]
 ) -> Iterator[_TorchrecTable]:
     found: dict[str, list[tuple[TensorFile, str]]] = {}
     for file in files:
@@ -199,7 +201,7 @@ def _torchrec_tables(
             keys = ", ".join(f"{key} in {file.path}" for file, key in found[name])
             raise InvalidInput(f"table {name!r} is there {len(found[name])} times ({keys}); a table has one weight")
         (file, key), *_ = found[name]
-        yield _TorchrecTable(file, name, key, optimizer_kind)
+        yield _TorchrecTable(file, name, key, kind_of(name))
 
 
 def refuse_too_many(where: str, num_rows: int) -> None:

@@ -148,8 +148,6 @@ class ParquetTable:
                 raise self._bad(f"{name} is {kind}; it must be a list of float32: cast it")
         self._check_sizes()
         first = next(self._batches(has_state), None)
-        if first is None:
-            raise self._bad("has no rows; there is nothing to import")
         return (self._width(first, "vector"), self._width(first, "state") if has_state else None)
 
     def _check_sizes(self) -> None:
@@ -187,11 +185,14 @@ class ParquetTable:
         except (pa.ArrowException, OSError) as error:
             raise self._bad(f"cannot be read ({_one_line(error)}); it is damaged") from None
 
-    def _width(self, batch: pa.RecordBatch, name: str) -> int:
-        kind = batch.column(name).type
-        return (
-            kind.list_size if pa.types.is_fixed_size_list(kind) else batch.column(name).value_lengths()[0].as_py() or 0
-        )
+    def _width(self, first: pa.RecordBatch | None, name: str) -> int:
+        """first: the first rows; None: there are none."""
+        kind = self._parquet.schema_arrow.field(name).type
+        if pa.types.is_fixed_size_list(kind):
+            return int(kind.list_size)
+        if first is None:
+            raise self._bad(f"has no rows, and {name} is {kind}: its width is unknown; write a list of fixed size")
+        return first.column(name).value_lengths()[0].as_py() or 0
 
     def _rows(self, batch: pa.RecordBatch, name: str, width: int) -> np.ndarray:
         """float32[n, width] of a column of lists."""

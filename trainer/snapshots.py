@@ -136,6 +136,14 @@ def cuts_in(folder: Path) -> list[CutName]:
     return sorted(found)
 
 
+def cut_name(cut: Path) -> CutName:
+    """Of the folder of a cut. InvalidInput if it is called otherwise."""
+    match = _CUT.fullmatch(cut.name)
+    if match is None:
+        raise InvalidInput(f"{cut} is not the folder of a cut, which is called cut-<step, 12 digits>-<epoch>")
+    return CutName(int(match[2]), int(match[1]))
+
+
 def is_complete(cut: Path) -> bool:
     """Whether it has a manifest; read_manifest tells if that is sound."""
     return (cut / MANIFEST).is_file()

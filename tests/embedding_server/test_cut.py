@@ -11,6 +11,7 @@ import copy
 import errno
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -350,7 +351,7 @@ def test_pre_images_stay_under_their_bound(tmp_path: Path, monkeypatch: pytest.M
         before = shards.state()
         folder = shards.begin_cut(tmp_path / "job")
         cut = shards.tables()[0].cut
-        assert cut._log.limit_bytes == 6000 * 1033 // 10
+        assert cut._log.limit_bytes == 6000 * 1033 * 8 // 100
         written = [cut.bucket]
         for start in range(0, 6000, 200):
             shards.train(row_ids[start : start + 200])
@@ -360,6 +361,27 @@ def test_pre_images_stay_under_their_bound(tmp_path: Path, monkeypatch: pytest.M
         assert 0 < written[15] < NUM_BUCKETS, "the Pulls had to write, and not all at once"
         assert _finish(shards).error is None
     with CutShards(list(shards.specs.values()), will_restore=True) as again:
+        again.restore(folder)
+        assert again.state() == before
+
+
+@pytest.mark.parametrize("kind", ["off", "idle"])
+def test_a_cut_that_a_thread_writes_while_rows_change_is_that_of_its_step(tmp_path: Path, kind: str) -> None:
+    policy = PolicySpec(kind=kind, idle_steps=2)
+    specs = [TableSpec(name=name, dim=128, policy=policy) for name in ("t", "u")]
+    row_ids = np.arange(9000, dtype=np.int64)
+    with ThreadPoolExecutor(1) as writer, CutShards(specs, writer=writer, data_dir=tmp_path / "data") as shards:
+        for start in (0, 3000, 0, 3000):
+            shards.train(row_ids[start : start + 3000])
+        shards.reselect()
+        before = shards.state()
+        folder = shards.begin_cut(tmp_path / "job")
+        for start in (1000, 5000, 2000):  # rows of the cut, and new ones
+            shards.train(row_ids[start : start + 3000])
+            for _ in range(5):
+                shards.shards[0].maintain()
+        assert _finish(shards).error is None
+    with CutShards(specs, will_restore=True) as again:
         again.restore(folder)
         assert again.state() == before
 

@@ -206,3 +206,27 @@ def test_scan_hot_from_is_what_a_scan_and_a_comparison_give(least: int) -> None:
     assert slots.dtype == np.int32
     assert np.array_equal(addresses, entries.addresses[at])
     assert np.array_equal(slots, entries.locations[at])
+
+
+def test_an_index_with_room_is_as_one_without_and_loses_buckets_at_once() -> None:
+    rng = np.random.default_rng(0)
+    row_ids = rng.choice(10**9, 5000, replace=False)
+    locations = np.arange(5000, dtype=np.uint32)
+    plain, reserved, grown = Index(64), Index(64), Index(64)
+    buffer = reserved.reserve(3000)  # fewer than come
+    assert reserved.num_slots * BYTES_PER_SLOT == buffer.nbytes > 3000 * BYTES_PER_SLOT
+    grown.grow_to(200, np.arange(64))
+    slots = grown.num_slots
+    for index in (plain, reserved, grown):
+        for start in range(0, 5000, 500):
+            index.insert(row_ids[start : start + 500], locations[start : start + 500])
+        entries, found, missing, _ = index.locate(row_ids)
+        assert missing == 0 and np.array_equal(found, locations) and len(np.unique(entries)) == 5000
+    assert grown.num_slots == slots, "nothing had to grow"
+    reserved.clear(10, 30)
+    is_gone = (buckets_of(row_ids, 64) >= 10) & (buckets_of(row_ids, 64) < 30)
+    assert np.array_equal(reserved.locate(row_ids)[0] == 0, is_gone)
+    assert len(reserved) == 5000 - is_gone.sum()
+    assert reserved.num_slots < 1.1 * plain.num_slots * 44 / 64
+    reserved.insert(row_ids[is_gone], locations[is_gone])
+    assert np.array_equal(reserved.locate(row_ids)[1], locations)

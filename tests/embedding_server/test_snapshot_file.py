@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -41,14 +42,18 @@ def arrays(columns: list[Column]) -> dict[str, np.ndarray]:
     return {c.name: rng.integers(0, 100, c.shape).astype(DTYPES[c.dtype]) for c in columns}
 
 
-def written(path: Path, columns: list[Column], pieces: int = 3) -> tuple[dict[str, np.ndarray], int, int]:
+def written(
+    path: Path, columns: list[Column], pieces: int = 3, executor: Executor | None = None
+) -> tuple[dict[str, np.ndarray], int, int]:
     """The arrays, size and CRC of a file made in pieces."""
     values = arrays(columns)
-    writer = ColumnWriter(path, columns)
+    writer = ColumnWriter(path, columns, executor)
     for piece in range(pieces):
         for column in columns:
             n = column.shape[0]
             writer.append(column.name, values[column.name][piece * n // pieces : (piece + 1) * n // pieces])
+        if piece != 1:
+            writer.hand_over()
     writer.complete()
     writer.sync()
     writer.publish()
@@ -74,6 +79,33 @@ def test_file_is_safetensors_and_reads_back(tmp_path: Path) -> None:
         for name, array in values.items():
             assert mine[name].tobytes() == array.tobytes(), name
             assert mine[name].shape == array.shape
+
+
+def test_a_file_that_a_thread_writes_is_the_same(tmp_path: Path) -> None:
+    written(tmp_path / "f", COLUMNS, pieces=9)
+    with ThreadPoolExecutor(1) as executor:
+        written(tmp_path / "g", COLUMNS, pieces=9, executor=executor)
+    assert (tmp_path / "f").read_bytes() == (tmp_path / "g").read_bytes()
+
+
+def test_what_a_thread_cannot_write_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = arrays(COLUMNS)["weights"]
+
+    def fail(fd: int, data: memoryview) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for tell in (lambda writer: writer.waiting_bytes, ColumnWriter.wait, ColumnWriter.complete, ColumnWriter.abandon):
+        with ThreadPoolExecutor(1) as executor, monkeypatch.context() as patch:
+            writer = ColumnWriter(tmp_path / "f", COLUMNS, executor)
+            patch.setattr(segment_file, "write_bytes", fail)
+            writer.append("weights", rows[:10_000])
+            writer.hand_over()
+            executor.submit(int).result()  # behind it
+            if tell is not ColumnWriter.abandon:
+                with pytest.raises(OSError, match="No space left"):
+                    tell(writer)
+            writer.abandon()
+        assert list(tmp_path.iterdir()) == []
 
 
 @given(st.integers(0, 20_000), st.integers(0, 20_000))

@@ -14,14 +14,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from embedding_server import segment_file
 from embedding_server.errors import InvalidInput
 from embedding_server.inproc import InprocStore
+from embedding_server.restore import read_parts
 from embedding_server.spec import OptimizerSpec
 from tests.trainer.test_resume import every_id, job_of
 from tests.trainer.test_resume import run as run_job
+from trainer.export import export_table, export_torchrec
 from trainer.import_tables import Imported, ImportRequest, import_tables
 from trainer.snapshot_list import list_jobs, verify
 from trainer.snapshot_lock import in_use
@@ -89,7 +91,6 @@ BAD_TENSORS = {
         lambda p: save_file({"row_ids": IDS, "weights": WEIGHTS[1:].copy()}, p),
         "299 rows, and row_ids 300",
     ),
-    "no rows": (lambda p: save_file({"row_ids": IDS[:0], "weights": WEIGHTS[:0]}, p), "has no rows"),
     "dim of 6": (
         lambda p: save_file({"row_ids": IDS, "weights": WEIGHTS[:, :6].copy()}, p),
         "dim=6 must be a positive multiple of 4",
@@ -160,7 +161,7 @@ BAD_PARQUET = {
     "int32 ids": (lambda p: parquet(p, IDS.astype("i4"), lists(WEIGHTS)), "must be int64"),
     "doubles": (lambda p: parquet(p, IDS, lists(WEIGHTS, pa.list_(pa.float64()))), "must be a list of float32"),
     "numbers": (lambda p: parquet(p, IDS, pa.array(WEIGHTS[:, 0])), "must be a list of float32"),
-    "no rows": (lambda p: parquet(p, pa.array(IDS[:0]), lists(WEIGHTS[:0])), "has no rows"),
+    "no rows to tell the dim": (lambda p: parquet(p, pa.array(IDS[:0]), lists(WEIGHTS[:0])), "its width is unknown"),
     "null id": (lambda p: parquet(p, pa.array([None, *IDS[1:].tolist()], pa.int64()), lists(WEIGHTS)), "is null"),
     "null vector": (
         lambda p: parquet(p, IDS, pa.array([*list(WEIGHTS[1:]), None], pa.list_(pa.float32()))),
@@ -229,7 +230,7 @@ def test_requests_that_do_not_fit_are_refused(table_file, tmp_path):
         run([table_file], "safetensors", uri, ["a", "b"])
     with pytest.raises(InvalidInput, match="each must be there once"):
         run([table_file, table_file], "safetensors", uri, ["a", "a"])
-    with pytest.raises(InvalidInput, match="has dim 8, not --dim 16"):
+    with pytest.raises(InvalidInput, match="has dim 8, and must have 16"):
         run([table_file], "safetensors", uri, dim=16)
     with pytest.raises(InvalidInput, match="--job .*no job can be called so"):
         run([table_file], "safetensors", uri, job="")
@@ -248,6 +249,28 @@ def test_a_job_with_snapshots_or_in_use_is_left_alone(table_file, tmp_path):
         run([table_file], "safetensors", uri)
     assert verify(Path(imported.path)).messages == []
     assert len(list_jobs(uri)[0].snapshots) == 1
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "parquet", "torchrec"])
+def test_a_table_without_rows_goes_there_and_back(tmp_path, kind: str):
+    """One that no sample has named yet is as good as another."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    if kind == "parquet":
+        parquet(first, pa.array(IDS[:0]), lists(WEIGHTS[:0], pa.list_(pa.float32(), D)))
+    elif kind == "torchrec":
+        save_file({"embedding_bags.t.weight": WEIGHTS[:0]}, first)
+    else:
+        save_file({"row_ids": IDS[:0], "weights": WEIGHTS[:0], "state": np.empty((0, 1), np.float32)}, first)
+    imported = run([first], kind, tmp_path / "uri")
+    assert imported.rows == {"t": 0} and verify(Path(imported.path)).messages == []
+    parts = read_parts(Path(imported.path))
+    if kind == "torchrec":
+        assert export_torchrec(parts, {"t": 5}, second).rows == {"t": 0}
+        assert load_file(second)["embedding_bags.t.weight"].shape == (5, D)
+        return
+    export_table(parts, "t", second, is_parquet=kind == "parquet", with_state=True)
+    again = run([second], kind, tmp_path / "again")
+    assert again.rows == {"t": 0} and again.has_state == {"t": True}
 
 
 @pytest.mark.parametrize("fails_at", range(1, 10))
@@ -287,8 +310,6 @@ def test_a_file_that_changes_while_it_is_read_is_refused(table_file, tmp_path, m
 
 
 def test_tensor_files_are_those_of_the_safetensors_package(tmp_path):
-    from safetensors.numpy import load_file
-
     writer = TensorFileWriter(
         tmp_path / "a", {"x": Tensor("I64", (N,)), "y": Tensor("F32", (N, D)), "e": Tensor("F32", (0, D))}, {"k": "v"}
     )
