@@ -177,8 +177,8 @@ class Recovery:
         self._show(progress)
 
     def _recover(self, error: FrostlineError, began_from: Path | None) -> Path | None:
-        """As _go_back, with a record of it. began_from: the cut of the attempt that failed. JobFailed if it was the last
-        one allowed."""
+        """As _go_back, with a record of it. began_from: the cut of the attempt that failed. JobFailed if no other is
+        allowed."""
         lost = self._shards.lost(self._post_mortem)
         processes = lost or self._post_mortem.of_workers(self._ray, error)
         reason = "; ".join(f"{process.who} {process.what}" for process in processes) or str(error)
