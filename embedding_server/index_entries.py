@@ -17,6 +17,7 @@ from embedding_server.kernels.locations import FROZEN
 
 FROZEN_BIT = np.uint32(FROZEN)
 ENTRY_BYTES = 14
+_HOT_AT_ONCE = 16  # entries that a scan for hot ones looks at together
 _AHEAD = 12  # IDs between asking for a bucket's lines and probing them: 8 to 16 were alike, 4 and 32 slower
 
 ENTRY = np.dtype(
@@ -284,6 +285,22 @@ def scan(addresses, capacities, first, last, out_row_ids, out_entries, out_locat
     return n
 
 
+@njit
+def _has_hot(entries, tags, start):
+    """A hot row lies at one of the _HOT_AT_ONCE positions from `start` on."""
+    hot = np.uint32(0)
+    for i in range(_HOT_AT_ONCE):  # a constant, so that it is unrolled
+        hot |= (~entries[start + i].location >> np.uint32(31)) & np.uint32(tags[start + i] != 0)
+    return hot != 0
+
+
+@njit(inline="always")
+def _may_skip(entries, tags, start, capacity, is_cold):
+    """Of a tall table one entry in 300 is hot. To ask each takes 2.8 ns, most of it for guessing wrong whether it is
+    empty; _HOT_AT_ONCE together, without a branch, 2.0. Where the last ones were hot it is not worth asking."""
+    return is_cold and start + _HOT_AT_ONCE <= capacity and not _has_hot(entries, tags, start)
+
+
 @kernel(int64(_I64, _I64, int64, int64, view(int32), int64, _I64, _I64, _U32, array(uint16)))
 def scan_unvisited(
     addresses, capacities, first, last, last_step, until, out_row_ids, out_entries, out_locations, out_heat
@@ -292,10 +309,17 @@ def scan_unvisited(
     for b in range(first, last):
         entries = entries_at(addresses[b], capacities[b])
         tags = tags_at(addresses[b], capacities[b])
-        for i in range(capacities[b]):
-            if tags[i] != 0:
+        is_cold = True  # the last _HOT_AT_ONCE
+        for start in range(0, capacities[b], _HOT_AT_ONCE):
+            if _may_skip(entries, tags, start, capacities[b], is_cold):
+                continue
+            is_cold = True
+            for i in range(start, min(start + _HOT_AT_ONCE, capacities[b])):
                 location = entries[i].location
-                if not location & FROZEN_BIT and last_step[location] <= until:
+                if tags[i] == 0 or location & FROZEN_BIT:
+                    continue
+                is_cold = False
+                if last_step[location] <= until:
                     out_row_ids[n] = entries[i].row_id
                     out_entries[n] = addresses[b] + ENTRY_BYTES * i
                     out_locations[n] = location
@@ -310,10 +334,17 @@ def scan_hot_from(addresses, capacities, first, last, least_slot, out_entries, o
     for b in range(first, last):
         entries = entries_at(addresses[b], capacities[b])
         tags = tags_at(addresses[b], capacities[b])
-        for i in range(capacities[b]):
-            if tags[i] != 0:
+        is_cold = True  # the last _HOT_AT_ONCE
+        for start in range(0, capacities[b], _HOT_AT_ONCE):
+            if _may_skip(entries, tags, start, capacities[b], is_cold):
+                continue
+            is_cold = True
+            for i in range(start, min(start + _HOT_AT_ONCE, capacities[b])):
                 location = entries[i].location
-                if not location & FROZEN_BIT and location >= least_slot:
+                if tags[i] == 0 or location & FROZEN_BIT:
+                    continue
+                is_cold = False
+                if location >= least_slot:
                     out_entries[n] = addresses[b] + ENTRY_BYTES * i
                     out_locations[n] = location
                     n += 1
