@@ -163,16 +163,19 @@ class SegmentRows:
         return self._bases[part], self._item_bytes[part]
 
     def _check(self, locations: np.ndarray, part: Part) -> None:
-        """Compares every block under these items that nobody has read yet with its CRC-32. Looks at the end of every
-        file, 0.1 us each: one that was cut off since must give no rows."""
+        """Compares every block under these items that nobody has read yet with its CRC-32. Then looks at the end of
+        every file, 0.1 us each: one that was cut off since must give no rows."""
         if not self._files:
             return
-        for segment in self._files.values():
-            segment.check_end()
         blocks = np.empty((2 * locations.shape[0], 2), np.int64)
         n = paging.unchecked_blocks(locations, *self._items(part), self._maps, self._states, blocks)
-        if not n:
-            return
+        if n:
+            self._check_blocks(blocks, n)
+        for segment in self._files.values():
+            segment.check_end()
+
+    def _check_blocks(self, blocks: np.ndarray, n: int) -> None:
+        """The first n of int64[., 2], (slot, block)."""
         paging.page_in_blocks(blocks, n, self._maps, self._sizes)
         found = blocks[:n].tolist()
         for slot, block in found:

@@ -22,8 +22,9 @@ from embedding_server.snapshot_parts import Part, read_parts
 from embedding_server.snapshot_rows import TableRows, open_frozen, open_object
 from tests.damage.tiny import SPECS, files_of, job_of, make_tiny
 from tests.embedding_server.cut_shards import CutShards, State
-from trainer.resume import find_snapshot, read_snapshot
+from trainer.resume import read_snapshot
 from trainer.snapshot_list import open_snapshot, verify
+from trainer.snapshot_search import find_snapshot
 from trainer.snapshots import chain_of, read_dense_file, read_manifest, read_records
 
 Check = Callable[[], object]
