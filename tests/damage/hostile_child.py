@@ -18,8 +18,9 @@ from tests.damage.hostile import CASES
 from tests.damage.hostile_imports import import_one
 from tests.damage.tiny import NAME, SPECS, job_of, make_tiny
 from tests.embedding_server.cut_shards import CutShards
-from trainer.resume import find_snapshot, read_snapshot
+from trainer.resume import read_snapshot
 from trainer.snapshot_list import list_jobs, verify
+from trainer.snapshot_search import find_snapshot
 from trainer.snapshots import job_folder
 
 
