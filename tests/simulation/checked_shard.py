@@ -300,14 +300,14 @@ class CheckedShard:
     def abandon_cut(self, who: Identity) -> None:
         self._agreed("abandon_cut", _tried(lambda: self.model.check(who)), lambda: self.shard.abandon_cut(who))
 
-    def restore(self, who: Identity, folder: Path) -> bool:
+    def restore(self, who: Identity, folder: Path, *rest: Any) -> bool:
         expected = _tried(lambda: self.model.check(who, to_restore=True))
         self.is_restoring |= expected is None
         if (
             expected is None and not (folder / MANIFEST).exists()
         ):  # a worker that is fenced by now had removed it before
-            return self.shard.restore(who, folder)
-        done = self._agreed("restore", expected, lambda: self.shard.restore(who, folder))
+            return self.shard.restore(who, folder, *rest)
+        done = self._agreed("restore", expected, lambda: self.shard.restore(who, folder, *rest))
         if done:
             step, parts = self._cuts.parts_of(folder)
             self.model.end_restore(step, self.model.tables_of_parts(parts))
