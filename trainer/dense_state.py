@@ -14,6 +14,7 @@ Metadata: format_version, optimizer (its kind as the job calls it), param_groups
 
 from __future__ import annotations
 
+import ctypes
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +93,14 @@ def _copy(value: Any, name: str) -> torch.Tensor:
         raise InvalidInput(
             f"dense state {name!r} is a {type(value).__name__}, and a snapshot holds tensors alone; keep it in a buffer"
         )
+    tensor = value.detach()
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        # not torch's copy: its threads wait for one another, 0.4 s for 11 MB where others use the cores; one takes 2 ms
+        copy = torch.empty_like(tensor)
+        ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+        return copy
     # not contiguous().clone(): of a tensor that is contiguous, contiguous() is the tensor itself
-    return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
