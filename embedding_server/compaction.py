@@ -60,7 +60,8 @@ def move_slice(table: Table) -> None:
     target, first = table.slots.target, table.compaction_bucket
     slices = _SLICES if len(table.index) > _AT_ONCE else 1  # many small ones cost 0.5 ms whatever the rows
     last = min(table.index.num_buckets, first + max(1, table.index.num_buckets // slices))
-    addresses, slots = table.index.scan_hot_from(first, last, target)
+    found = table.index.scan_hot(first, last, table.last_step.array.reshape(-1), least_slot=target)
+    slots = found.locations.view(np.int32)
     holes = table.slots.take_free(slots.shape[0])
     if holes.shape[0] < slots.shape[0]:  # rows arrived meanwhile: the target is too low now
         table.slots.give_back(holes)
@@ -71,7 +72,7 @@ def move_slice(table: Table) -> None:
     table.last_step.array[holes] = table.last_step.array[slots]
     table.visits.array[holes] = table.visits.array[slots]
     table.changes.move(slots, holes)
-    table.index.set_locations(addresses, holes.astype(np.uint32))
+    table.index.set_locations(found.addresses, holes.astype(np.uint32))
     table.compaction_bucket = last
     if last == table.index.num_buckets:
         table.slots.end_compaction(finished=True)

@@ -208,7 +208,7 @@ def _count_codes(table: Table, step: int, *, control: bool) -> tuple[np.ndarray,
 
 
 def _candidates(table: Table, first: int, last: int, step: int, *, control: bool) -> Entries:
-    entries = table.index.scan_unvisited(first, last, table.last_step.array.reshape(-1), step - 2)
+    entries = table.index.scan_hot(first, last, table.last_step.array.reshape(-1), until=step - 2)
     return entries.take(table.is_control(entries.row_ids) == control)
 
 

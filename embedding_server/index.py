@@ -27,6 +27,7 @@ from embedding_server import index_entries as kernels
 from embedding_server.index_entries import ENTRY_BYTES
 from embedding_server.index_entries import FROZEN_BIT as FROZEN_BIT
 from embedding_server.kernels.locations import NO_SEGMENT
+from embedding_server.spec import MAX_STEPS
 
 INITIAL = NO_SEGMENT
 BYTES_PER_SLOT = ENTRY_BYTES + 1
@@ -206,20 +207,16 @@ class Index:
         )
         return out
 
-    def scan_unvisited(self, first_bucket: int, last_bucket: int, last_step: np.ndarray, until: int) -> Entries:
-        """Hot entries of buckets [first, last) whose last_step[slot], int32, is at most `until`, in bucket order."""
-        room = self.count_in(first_bucket, last_bucket)
-        out = (np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.uint32), np.empty(room, np.uint16))
-        n = kernels.scan_unvisited(self._addresses, self._capacities, first_bucket, last_bucket, last_step, until, *out)
-        return Entries(*out).take(slice(n))
-
-    def scan_hot_from(self, first_bucket: int, last_bucket: int, least_slot: int) -> tuple[np.ndarray, np.ndarray]:
-        """Addresses int64[n] and slots int32[n] of hot entries of buckets [first, last) in least_slot or above."""
+    def scan_hot(
+        self, first_bucket: int, last_bucket: int, last_step: np.ndarray, *, until: int = MAX_STEPS, least_slot: int = 0
+    ) -> Entries:
+        """Hot entries of buckets [first, last), in bucket order, in slots from least_slot on whose last_step[slot],
+        int32, is at most `until`."""
         room = self.count_in(first_bucket, last_bucket)  # memory is committed for what is found only
-        entries, locations = np.empty(room, np.int64), np.empty(room, np.uint32)
-        arguments = self._addresses, self._capacities, first_bucket, last_bucket, least_slot
-        n = kernels.scan_hot_from(*arguments, entries, locations)
-        return entries[:n], locations[:n].view(np.int32)
+        out = (np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.uint32), np.empty(room, np.uint16))
+        where = self._addresses, self._capacities, first_bucket, last_bucket
+        n = kernels.scan_hot(*where, last_step, until, least_slot, *out)
+        return Entries(*out).take(slice(n))
 
     def _reserve(self, row_ids: np.ndarray) -> None:
         arriving = kernels.count_buckets(row_ids, self.num_buckets)

@@ -301,9 +301,9 @@ def _may_skip(entries, tags, start, capacity, is_cold):
     return is_cold and start + _HOT_AT_ONCE <= capacity and not _has_hot(entries, tags, start)
 
 
-@kernel(int64(_I64, _I64, int64, int64, view(int32), int64, _I64, _I64, _U32, array(uint16)))
-def scan_unvisited(
-    addresses, capacities, first, last, last_step, until, out_row_ids, out_entries, out_locations, out_heat
+@kernel(int64(_I64, _I64, int64, int64, view(int32), int64, int64, _I64, _I64, _U32, array(uint16)))
+def scan_hot(
+    addresses, capacities, first, last, last_step, until, least_slot, out_row_ids, out_entries, out_locations, out_heat
 ):
     n = 0
     for b in range(first, last):
@@ -319,34 +319,11 @@ def scan_unvisited(
                 if tags[i] == 0 or location & FROZEN_BIT:
                     continue
                 is_cold = False
-                if last_step[location] <= until:
+                if location >= least_slot and last_step[location] <= until:
                     out_row_ids[n] = entries[i].row_id
                     out_entries[n] = addresses[b] + ENTRY_BYTES * i
                     out_locations[n] = location
                     out_heat[n] = entries[i].heat
-                    n += 1
-    return n
-
-
-@kernel(int64(_I64, _I64, int64, int64, int64, _I64, _U32))
-def scan_hot_from(addresses, capacities, first, last, least_slot, out_entries, out_locations):
-    n = 0
-    for b in range(first, last):
-        entries = entries_at(addresses[b], capacities[b])
-        tags = tags_at(addresses[b], capacities[b])
-        is_cold = True  # the last _HOT_AT_ONCE
-        for start in range(0, capacities[b], _HOT_AT_ONCE):
-            if _may_skip(entries, tags, start, capacities[b], is_cold):
-                continue
-            is_cold = True
-            for i in range(start, min(start + _HOT_AT_ONCE, capacities[b])):
-                location = entries[i].location
-                if tags[i] == 0 or location & FROZEN_BIT:
-                    continue
-                is_cold = False
-                if location >= least_slot:
-                    out_entries[n] = addresses[b] + ENTRY_BYTES * i
-                    out_locations[n] = location
                     n += 1
     return n
 

@@ -72,7 +72,7 @@ class Reselection(TablePass):
         """Idle rows freeze, or are forgotten."""
         policy = table.spec.policy
         last_step = table.last_step.array.reshape(-1)
-        idle = table.index.scan_unvisited(first, last, last_step, idle_until(policy, self.step))
+        idle = table.index.scan_hot(first, last, last_step, until=idle_until(policy, self.step))
         idle = idle.take(~table.is_control(idle.row_ids))
         if policy.kind == "idle":
             frozen, unfreezable = self._freeze(table, idle)

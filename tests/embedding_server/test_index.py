@@ -131,7 +131,7 @@ def _buffers(index: Index) -> list[tuple[np.ndarray, int]]:
     return [(b, int(c)) for b, c in zip(index._buffers, index._capacities, strict=True) if b is not None]
 
 
-def test_scan_unvisited_is_what_a_scan_and_a_comparison_give() -> None:
+def test_scan_hot_is_what_a_scan_and_a_comparison_give() -> None:
     index = Index(8)
     ids = np.unique(np.random.default_rng(6).integers(-(2**63), 2**63 - 1, 3_000))
     _insert(index, ids, 0)
@@ -141,7 +141,7 @@ def test_scan_unvisited_is_what_a_scan_and_a_comparison_give() -> None:
     hot = (everything.locations & FROZEN_BIT) == 0
     hot[hot] = last_step[everything.locations[hot]] <= 9
     assert 0 < hot.sum() < hot.shape[0]
-    got, expected = index.scan_unvisited(2, 6, last_step, 9), everything.take(hot)
+    got, expected = index.scan_hot(2, 6, last_step, until=9), everything.take(hot)
     for part in ("row_ids", "addresses", "locations", "heat"):
         assert np.array_equal(getattr(got, part), getattr(expected, part)), part
 
@@ -194,7 +194,7 @@ def test_lowered_heat_of_visited_rows_stays_above_zero() -> None:
 
 
 @pytest.mark.parametrize("least", [0, 1500, 2999, 3000])
-def test_scan_hot_from_is_what_a_scan_and_a_comparison_give(least: int) -> None:
+def test_scan_hot_from_a_slot_on_is_what_a_scan_and_a_comparison_give(least: int) -> None:
     index = Index(8)
     ids = np.unique(np.random.default_rng(7).integers(-(2**63), 2**63 - 1, 3_000))
     _insert(index, ids, 0)
@@ -202,10 +202,9 @@ def test_scan_hot_from_is_what_a_scan_and_a_comparison_give(least: int) -> None:
     index.set_locations(index.locate(frozen)[0], np.arange(frozen.shape[0], dtype=np.uint32) | FROZEN_BIT)
     entries = index.scan(2, 7)
     at = np.flatnonzero(((entries.locations & FROZEN_BIT) == 0) & (entries.locations >= least))
-    addresses, slots = index.scan_hot_from(2, 7, least)
-    assert slots.dtype == np.int32
-    assert np.array_equal(addresses, entries.addresses[at])
-    assert np.array_equal(slots, entries.locations[at])
+    found = index.scan_hot(2, 7, np.zeros(ids.shape[0], np.int32), least_slot=least)
+    assert np.array_equal(found.addresses, entries.addresses[at])
+    assert np.array_equal(found.locations, entries.locations[at])
 
 
 def test_an_index_with_room_is_as_one_without_and_loses_buckets_at_once() -> None:
