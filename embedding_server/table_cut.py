@@ -61,7 +61,7 @@ COUNTERS = (
 )  # fmt: skip
 _SLICE_BYTES, _SLICE_ROWS = 1 << 19, 4096  # of hot rows: gathering 512 KiB takes 0.2 ms
 #: Handed to the executor and not yet written, at most: a slice then waits, which also keeps a cut from taking more than
-#: a sixth of the shard's thread. Of a large table it is a quarter of the pre-images' bytes, so that both are a tenth.
+#: a quarter of the shard's thread. Of a large table it is a quarter of the pre-images' bytes, so that both are a tenth.
 _LEAST_WAITING_BYTES, _MOST_WAITING_BYTES = 2 << 20, 8 << 20
 
 
