@@ -232,7 +232,8 @@ class Simulation:
         num_shards = self._count % 3 + 1
         with self._faults.paused():
             for k in range(num_shards):
-                folder = self._world.root / "verified" / f"shard-{k}"
+                # beside the disk of the simulation: a power cut could bring back what is removed here
+                folder = self._world.root.with_name(f"{self._world.root.name}-verified-{k}")
                 node = ShardNode(self._world, k, num_shards, has_writer=False, folder=folder)
                 node.start()
                 try:
