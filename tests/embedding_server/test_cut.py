@@ -214,7 +214,7 @@ def test_cut_while_a_cap_freezes_rows_equals_the_model(tmp_path_factory, data) -
 def _plain(folder: Path, *, num_rows: int = 60, policy: PolicySpec | None = None, **options) -> CutShards:
     """A shard with rows hot, frozen and waiting, at a barrier."""
     policy = policy or PolicySpec(kind="idle", idle_steps=1, min_count=2, control_fraction=0.0)
-    shards = CutShards([TableSpec(name="t", dim=8, policy=policy)], data_dir=folder / "data", **options)
+    shards = CutShards([TableSpec(name="t", dim=8, policy=policy)], folder=folder / "data", **options)
     for k in range(4):
         shards.train(np.arange(num_rows // (1 + k // 2), dtype=np.int64))
     shards.reselect()
@@ -370,7 +370,7 @@ def test_a_cut_that_a_thread_writes_while_rows_change_is_that_of_its_step(tmp_pa
     policy = PolicySpec(kind=kind, idle_steps=2)
     specs = [TableSpec(name=name, dim=128, policy=policy) for name in ("t", "u")]
     row_ids = np.arange(9000, dtype=np.int64)
-    with ThreadPoolExecutor(1) as writer, CutShards(specs, writer=writer, data_dir=tmp_path / "data") as shards:
+    with ThreadPoolExecutor(1) as writer, CutShards(specs, writer=writer, folder=tmp_path / "data") as shards:
         for start in (0, 3000, 0, 3000):
             shards.train(row_ids[start : start + 3000])
         shards.reselect()
