@@ -185,7 +185,7 @@ def _print_removal(console: Console, removal: Removal, *, dry_run: bool) -> None
     _say(
         console,
         f"{removal.path}: {verb} {', '.join(removal.removed) or 'no snapshot'}, {removal.objects} segment files,"
-        f" {removal.bytes} bytes; {len(removal.kept)} snapshots stay",
+        f" {removal.bytes} bytes; snapshots that stay: {len(removal.kept)}",
     )
     if removal.rewritten:
         verb = "would be written" if dry_run else "written"
