@@ -56,6 +56,10 @@ def _from_text(path: Path) -> Iterator[np.ndarray]:
         number = 0
         while line := file.readline(_LONGEST_LINE):
             number += 1
+            if len(line) == _LONGEST_LINE and not line.endswith("\n"):  # its rest would pass for another row_id
+                raise InvalidInput(
+                    f"{path}, line {number}: has {_LONGEST_LINE} characters or more; write one int64 a line"
+                )
             if line.strip():
                 found.append(_row_id(path, number, line.strip()))
             if len(found) == _LINES_AT_ONCE:
