@@ -69,12 +69,15 @@ class Erasures:
 
 
 def chunks_of(ids: Mapping[str, np.ndarray]) -> Iterator[tuple[dict[str, np.ndarray], bool]]:
-    """row_ids int64[n] by table, in chunks that a call takes, and whether it is the last; every table is in one."""
+    """row_ids int64[n] by table, in chunks that a call takes, and whether it is the last. Of several chunks the first
+    names every table without a row_id, so that a call which must be refused is refused before anything is deleted."""
     parts = [
         (name, row_ids[start : start + MAX_IDS_PER_CALL])
         for name, row_ids in ids.items()
         for start in range(0, max(1, row_ids.shape[0]), MAX_IDS_PER_CALL)
     ]
+    if sum(map(len, ids.values())) > MAX_IDS_PER_CALL:
+        yield {name: row_ids[:0] for name, row_ids in ids.items()}, False
     chunk: dict[str, np.ndarray] = {}
     for name, row_ids in parts:
         if name in chunk or sum(map(len, chunk.values())) + row_ids.shape[0] > MAX_IDS_PER_CALL:

@@ -13,11 +13,12 @@ import pytest
 from embedding_server import segment_file
 from embedding_server.erasure import MAX_IDS_PER_CALL, chunks_of
 from embedding_server.errors import InvalidInput, NotReady, UnknownTable
+from embedding_server.inproc import InprocStore
 from embedding_server.kernels.hashing import buckets_of
 from embedding_server.shard import ShardGradients
 from embedding_server.snapshot_format import OBJECTS
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
-from embedding_server.store import FOUND, NUM_BUCKETS, Erased, Identity
+from embedding_server.store import FOUND, NUM_BUCKETS, Erased, Identity, RoutedIds
 from tests.embedding_server.cut_shards import CutShards
 
 DIM = 8
@@ -382,3 +383,18 @@ def test_chunks_hold_every_table_and_are_bounded() -> None:
         found = [chunk[name] for chunk, _ in chunks if name in chunk]
         assert found
         assert np.array_equal(np.concatenate(found), row_ids)
+
+
+def test_a_table_that_does_not_exist_is_refused_before_any_row_of_another_goes() -> None:
+    store = InprocStore(memory_limit_bytes=64 << 20, backend="cpu")
+    store.create_tables([TableSpec(name="t", dim=8)])
+    who = Identity("job", store.begin_epoch("job", 1, "sync").epoch, 0)
+    row_ids = np.arange(2 * MAX_IDS_PER_CALL, dtype=np.int64)
+    ids = {"t": RoutedIds(row_ids, np.array([0, row_ids.shape[0]], np.int64))}
+    store.pull(who, 1, ids)
+    store.push(who, 1, {})
+    with pytest.raises(UnknownTable):
+        store.delete_rows(who, 1, {"t": row_ids, "missing": row_ids[:1]})
+    assert store.stats().tables["t"].rows_hot == row_ids.shape[0]
+    assert store.delete_rows(who, 1, {"t": row_ids})["t"].hot == row_ids.shape[0]
+    store.close()
