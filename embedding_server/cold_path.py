@@ -1,10 +1,10 @@
-"""Pull, look-up and prefetch of the rows of one table that are not hot: frozen, at their initial value, or absent.
+"""Pull, look-up and hints of the rows of one table that are not hot: frozen, at their initial value, or absent.
 
 hot_path.py finds the hot rows of all tables of a call at once and comes here for the others, table by table.
 
-    visit     a training Pull: counts the visit, thaws (policy idle), admits
-    read      values and flags, without any effect
-    prefetch  a hint that they will be read
+    visit       a training Pull: counts the visit, thaws (policy idle), admits
+    read        values and flags, without any effect
+    find_pages  what a hint that they will be read has to bring into memory
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from embedding_server.index import FROZEN_BIT, INITIAL
 from embedding_server.kernels.cpu import initial_values
 from embedding_server.kernels.visits import has_duplicates
 from embedding_server.kernels.wire import MODES, from_float32, wire_view
+from embedding_server.page_reads import PageReads
 from embedding_server.ranking import thaws_at_visit
 from embedding_server.store import BAND_SHIFT, DEFAULT, FOUND, WireDtype
 
@@ -99,10 +100,9 @@ def read(
         values[positions[absent]] = from_float32(default, wire_dtype)
 
 
-def prefetch(table: Table, row_ids: np.ndarray) -> None:
-    """int64[n]: has the pages of frozen rows among these read in beside the caller. A hint, no other effect."""
-    if table.segments.has_files:
-        table.segments.prefetch(_stored(table, row_ids))
+def find_pages(table: Table, row_ids: np.ndarray, around: int) -> PageReads:
+    """int64[n]: what to read from files for the frozen rows among these, `around` bytes of the file about each."""
+    return table.segments.find_pages(_stored(table, row_ids), around) if table.segments.has_files else PageReads()
 
 
 def check_ahead(table: Table, row_ids: np.ndarray) -> None:

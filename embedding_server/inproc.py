@@ -234,14 +234,13 @@ class InprocStore(EmbeddingStore):
         # one at a time: more would only queue behind a disk that is busy with the first
         if not self._is_closed and (self._hint is None or self._hint.done()):
             hint = Hint({n: i.row_ids.copy() for n, i in ids.items()})
-            self._hint = self._hints.submit(self._prefetch, hint)
+            self._hint = self._hints.submit(hint.run, self._in_turn)
 
-    def _prefetch(self, hint: Hint) -> None:
-        is_over = False
-        while not is_over:
-            with self._lock:
-                is_over = self._is_closed or hint.advance(self._shard)
-            time.sleep(_PAUSE_S)  # a lock that is taken again at once keeps everybody else out
+    def _in_turn(self, advance: Callable[[Shard], bool]) -> bool:
+        with self._lock:
+            is_over = self._is_closed or advance(self._shard)
+        time.sleep(_PAUSE_S)  # a lock that is taken again at once keeps everybody else out
+        return is_over
 
     def lookup(self, ids: Mapping[str, RoutedIds]) -> dict[str, Rows]:
         with self._lock:

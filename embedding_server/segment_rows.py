@@ -6,7 +6,8 @@ and never a wrong row.
 
 Cold pages. A page fault for each row of a big tail costs 60 to 100 us one after the other, so files are mapped with
 MADV_RANDOM (a fault reads the page alone, not 128 KiB around it) and pages come in by MADV_WILLNEED, which queues reads
-and does not wait: all of a batch are under way together. `prefetch` does just that. A read of a batch does it as well
+and does not wait: all of a batch are under way together. A hint does just that, ahead of time (hints.py), for rows
+alone: accumulators and visits are a byte a row, so their pages, of 4,096 rows each, stay. A read of a batch does it too
 if its rows seem to be out of memory: it asks mincore for the pages of SAMPLES rows spread over the batch, 1 us each,
 and pages in all if one is absent. With a share p of absent pages it misses them with probability (1 - p)^SAMPLES: 19%
 of the batches at p = 5%, where there is little to gain, 0.1% at p = 20%. Asking for every row would cost as much as
@@ -27,6 +28,7 @@ from embedding_server.kernels import frozen, paging
 from embedding_server.kernels import locations as kernels
 from embedding_server.kernels.locations import MAX_SLOTS
 from embedding_server.kernels.wire import FLOAT32
+from embedding_server.page_reads import PAGE_BYTES, PageReads
 from embedding_server.segment_builder import SegmentBuilder
 from embedding_server.segment_reader import UNCHECKED, MappedSegment
 
@@ -137,15 +139,14 @@ class SegmentRows:
 
     # Checks and pages -----------------------------------------------------------------------------------------------
 
-    def prefetch(self, locations: np.ndarray, parts: Sequence[Part] = (Part.ROWS,)) -> None:
-        """Has the kernel read the pages of these rows in, beside the caller; a hint, without any other effect.
-
-        Not of accumulators and visits unless asked: they are a byte a row, so their pages, of 4,096 rows each, stay
-        in memory.
-        """
-        if self._files:
-            for part in parts:
-                paging.page_in(locations, *self._items(part), self._maps, self._states, self._sizes)
+    def find_pages(self, locations: np.ndarray, part: Part, around: int) -> PageReads:
+        """What to read from files for these rows, `around` bytes of the file (a power of two) about each."""
+        if not self._files:
+            return PageReads()
+        reads, pages = np.empty((2 * locations.shape[0], 2), np.int64), np.empty((locations.shape[0], 2), np.int64)
+        where = *self._items(part), self._maps, self._states, self._sizes
+        num_reads, num_pages, unchecked = paging.find_pages(locations, *where, around, reads, pages)
+        return PageReads([reads[:num_reads]], [pages[:num_pages]], unchecked)
 
     def check_ahead(self, locations: np.ndarray) -> None:
         """Checks the blocks under these rows; of a damaged one the next read says so."""
@@ -156,8 +157,9 @@ class SegmentRows:
     def page_in_if_cold(self, locations: np.ndarray, parts: Sequence[Part]) -> None:
         if not self._files or locations.shape[0] < _LEAST_BATCH:
             return
-        cold = [p for p in parts if paging.any_absent(locations, *self._items(p), self._maps, SAMPLES)]
-        self.prefetch(locations, cold)
+        for part in parts:
+            if paging.any_absent(locations, *self._items(part), self._maps, SAMPLES):
+                self.find_pages(locations, part, PAGE_BYTES).start()
 
     def _items(self, part: Part) -> tuple[np.ndarray, np.ndarray]:
         return self._bases[part], self._item_bytes[part]

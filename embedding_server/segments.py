@@ -35,6 +35,7 @@ from embedding_server.errors import Overloaded, SegmentCorrupt
 from embedding_server.failpoints import failpoint
 from embedding_server.kernels import locations as kernels
 from embedding_server.kernels.locations import MAX_SLOTS, SLOT_SHIFT
+from embedding_server.page_reads import PageReads
 from embedding_server.segment_builder import (
     MAX_SEGMENT_BYTES,
     Parts,
@@ -277,9 +278,9 @@ class SegmentSet:
         """Locations uint32[n] -> uint8[n]: visits when the row froze, up to 255."""
         return self._reader.bytes_of(locations, Part.VISITS)
 
-    def prefetch(self, locations: np.ndarray) -> None:
-        """Locations uint32[n]: has their pages read in beside the caller. A hint: no effect but on time."""
-        self._reader.prefetch(locations)
+    def find_pages(self, locations: np.ndarray, around: int) -> PageReads:
+        """Locations uint32[n]: what to read from files for their rows, `around` bytes of the file about each."""
+        return self._reader.find_pages(locations, Part.ROWS, around)
 
     def check_ahead(self, locations: np.ndarray) -> None:
         """Locations uint32[n]: checks the blocks under them, as their first read would; damage is left to that read."""

@@ -38,6 +38,7 @@ from embedding_server.hot_limit import give_back_others
 from embedding_server.hot_path import HotPath
 from embedding_server.jobs import JobBook
 from embedding_server.kernels import choose_backend
+from embedding_server.page_reads import PageReads, bytes_around
 from embedding_server.pushes import Pushes
 from embedding_server.request_checks import RequestChecks, check_parts, check_wire_dtype
 from embedding_server.restore import Restore
@@ -424,11 +425,13 @@ class Shard:
             self._checks.ids(name, row_ids)
         return self._rows.read(ids, wire_dtype, buffers, always_default=False)
 
-    def prefetch(self, ids: Mapping[str, np.ndarray]) -> None:
-        """Has the frozen rows among these read from disk beside what follows. A hint, with no other effect."""
+    def find_pages(self, ids: Mapping[str, np.ndarray]) -> PageReads:
+        """What a hint that these will be read has to bring into memory. No effect on any row."""
+        found, around = PageReads(), bytes_around()
         for name, row_ids in ids.items():
             self._checks.ids(name, row_ids)
-            cold_path.prefetch(self._tables[name], row_ids)
+            found.add(cold_path.find_pages(self._tables[name], row_ids, around))
+        return found
 
     def check_ahead(self, ids: Mapping[str, np.ndarray]) -> None:
         """Checks the frozen rows among these as their first read would. A hint: what is damaged, that read tells."""

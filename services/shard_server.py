@@ -240,9 +240,7 @@ class ShardServicer(_Servicer):
         with state.admission.call():
             ids = tensor_codec.decode_prefetch(request)
             with state.admission.bytes(len(request)):
-                hint = Hint(ids)
-                while not self._run(context, hint.advance):
-                    pass  # other calls have had their turn
+                Hint(ids).run(lambda advance: self._run(context, advance))
                 return pb.PrefetchResponse().SerializeToString()
 
     @_answered

@@ -13,9 +13,9 @@ from numba import carray, njit, types
 from embedding_server.kernels.kernel import array, kernel, pointer, view
 from embedding_server.kernels.locations import position_of, slot_of
 
-_I64, _U32 = array(types.int64), view(types.uint32)
+_I64, _U32, _RANGE = array(types.int64), view(types.uint32), array(types.int64, 2)
 _PAGE, _BLOCK_SHIFT = 4096, 16
-_WILLNEED = 3  # MADV_WILLNEED of Linux
+_WILLNEED, _POPULATE_READ = 3, 22  # MADV_ of Linux; the second from 5.14 on
 _PIDFD_OPEN, _PROCESS_MADVISE = 434, 440  # of Linux 5.3 and 5.10, the same on all processors that it calls new
 _RANGES = 512  # of one process_madvise; the kernel takes 1,024
 _CHECKED, _ASKED_FOR = np.uint8(1), np.uint8(2)  # of segment_reader.py
@@ -68,21 +68,43 @@ def _put(ranges, n, start, end):
 
 
 @njit
-def _will_need(process, ranges, n):
-    """Asks the kernel to read the first n ranges in; it queues the reads and does not wait for them.
+def _advise(process, ranges, advice):
+    """One process_madvise for _RANGES ranges int64[n, 2] each; madvise for each of those that it does not take.
 
-    process: a pidfd of this process, or what pidfd_open said instead. One process_madvise for all costs 0.27 us for a
-    page that is in memory already and 10 us for one that is not; madvise for each of them 0.6 us, and mincore, which
-    only tells whether a page is there, 1.0 (Linux 6.18). Where the first is not to be had (an old Linux, a container
-    that forbids it), madvise.
+    process: a pidfd of this process, or what pidfd_open said instead. MADV_WILLNEED this way costs 0.3 us for a page
+    that is in memory already and 9 us for one that is not; madvise for each of them 0.6 us, and mincore, which only
+    tells whether a page is there, 1.0 (Linux 6.18). An old Linux or a container forbids it, or takes MADV_POPULATE_READ
+    by madvise only (5.14), or not at all; a map that is gone ends a call too. All of that costs time and nothing else.
     """
-    wanted = np.int64(0)
-    for i in range(n):
-        wanted += ranges[i, 1]
-    if process >= 0 and _syscall(_PROCESS_MADVISE, process, ranges.ctypes.data, n, _WILLNEED, 0) == wanted:
-        return
-    for i in range(n):
-        _madvise(ranges[i, 0], ranges[i, 1], _WILLNEED)
+    for start in range(0, ranges.shape[0], _RANGES):
+        part = ranges[start : start + _RANGES]
+        wanted = np.int64(0)
+        for i in range(part.shape[0]):
+            wanted += part[i, 1]
+        if process < 0 or _syscall(_PROCESS_MADVISE, process, part.ctypes.data, part.shape[0], advice, 0) != wanted:
+            for i in range(part.shape[0]):
+                _madvise(part[i, 0], part[i, 1], advice)
+
+
+@njit
+def _advise_here(ranges, advice):
+    process = _syscall(_PIDFD_OPEN, _getpid(), 0, 0, 0, 0)
+    _advise(process, ranges, advice)
+    if process >= 0:
+        _close(process)
+
+
+@kernel(types.void(_RANGE))
+def will_need(ranges):
+    """Asks the kernel to read the pages of these ranges int64[n, 2] (address, bytes) in; it queues the reads and does
+    not wait for them. Of a range that is not mapped any more nothing comes."""
+    _advise_here(ranges, _WILLNEED)
+
+
+@kernel(types.void(_RANGE))
+def map_in(ranges):
+    """Waits until the pages of these ranges int64[n, 2] are in memory, and maps them: no page fault is left."""
+    _advise_here(ranges, _POPULATE_READ)
 
 
 @njit
@@ -91,22 +113,20 @@ def _is_in_memory(address, answer):
     return _mincore(address // _PAGE * _PAGE, 1, answer.ctypes.data) != 0 or (answer[0] & 1) != 0
 
 
-@kernel(types.void(_U32, _I64, _I64, _I64, _I64, _I64))
-def page_in(locations, bases, item_bytes, maps, states, sizes):
-    """Asks for the pages of these items; for the whole block where it is unchecked, since its check will read it all.
+@kernel(types.UniTuple(types.int64, 3)(_U32, _I64, _I64, _I64, _I64, _I64, types.int64, _RANGE, _RANGE))
+def find_pages(locations, bases, item_bytes, maps, states, sizes, around, out_reads, out_pages):
+    """out_reads int64[2n, 2] = ranges (address, bytes) to read in for these items: the pieces of `around` bytes of the
+    file that they lie in, and a whole block where it is unchecked, since its check will read it all: that one becomes
+    ASKED_FOR. out_pages int64[n, 2] = the pages that they lie on.
 
-    sizes: bytes of each slot's map. Not again for a page that the item before lay in, too.
+    sizes: bytes of each slot's map. Returns how many of each, and how many items lie in a block that is not CHECKED.
     """
-    ranges = np.empty((_RANGES, 2), np.int64)
-    process = _syscall(_PIDFD_OPEN, _getpid(), 0, 0, 0, 0)
-    n, last_page = 0, np.int64(-1)
+    reads, pages, unchecked = 0, 0, 0
+    read_from, read_to, page_from, page_to = np.int64(0), np.int64(0), np.int64(0), np.int64(0)  # the last ones
     for i in range(locations.shape[0]):
         slot = slot_of(locations[i])
         if maps[slot] == 0:
             continue
-        if n > _RANGES - 3:  # an item lies in two blocks at most, and beside them asks for its pages
-            _will_need(process, ranges, n)
-            n = 0
         start = bases[slot] + position_of(locations[i]) * item_bytes[slot] - maps[slot]
         last_byte = start + item_bytes[slot] - 1
         all_checked = True
@@ -117,14 +137,19 @@ def page_in(locations, bases, item_bytes, maps, states, sizes):
                 if state[0] != _ASKED_FOR:
                     state[0] = _ASKED_FOR
                     end = min(sizes[slot], (block + 1) << _BLOCK_SHIFT)
-                    n = _put(ranges, n, maps[slot] + (block << _BLOCK_SHIFT), maps[slot] + end)
-        page = (maps[slot] + last_byte) // _PAGE
-        if all_checked and page != last_page:
-            n = _put(ranges, n, maps[slot] + start, maps[slot] + last_byte + 1)
-            last_page = page
-    _will_need(process, ranges, n)
-    if process >= 0:
-        _close(process)
+                    reads = _put(out_reads, reads, maps[slot] + (block << _BLOCK_SHIFT), maps[slot] + end)
+        first, end = maps[slot] + start, maps[slot] + last_byte + 1
+        if not all_checked:
+            unchecked += 1
+        elif first < read_from or end > read_to:
+            read_from = maps[slot] + start // around * around
+            read_to = maps[slot] + min(sizes[slot], (last_byte // around + 1) * around)
+            reads = _put(out_reads, reads, read_from, read_to)
+        if first < page_from or end > page_to:
+            pages = _put(out_pages, pages, first, end)
+            page_from = out_pages[pages - 1, 0]
+            page_to = page_from + out_pages[pages - 1, 1]
+    return reads, pages, unchecked
 
 
 @kernel(types.void(view(types.int64, 2), types.int64, _I64, _I64))
@@ -135,7 +160,7 @@ def page_in_blocks(blocks, n, maps, sizes):
         slot, block = blocks[i, 0], blocks[i, 1]
         end = min(sizes[slot], (block + 1) << _BLOCK_SHIFT)
         _put(ranges, i, maps[slot] + (block << _BLOCK_SHIFT), maps[slot] + end)
-    _will_need(-1, ranges, n)
+    _advise(-1, ranges, _WILLNEED)
 
 
 @kernel(types.boolean(_U32, _I64, _I64, _I64, types.int64))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from embedding_server.errors import SegmentCorrupt
+from embedding_server.hints import Hint
 from embedding_server.kernels.frozen_reference import choose_bits, error_bound, quantise, read_frozen, rounding_keys
 from embedding_server.shard import Shard, ShardGradients
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
@@ -207,8 +208,8 @@ def test_prefetch_changes_nothing(rig) -> None:
     row_ids = rig.set_weights(rows_of_all_kinds()[:200])
     rig.freeze()
     before, stats = rig.look_up(row_ids), rig.shard.stats().tables["t"]
-    rig.shard.prefetch({"t": np.concatenate([row_ids, [10**9]])})
-    rig.shard.prefetch({"t": NOBODY})
+    for ids in (np.concatenate([row_ids, [10**9]]), NOBODY):
+        Hint({"t": ids}).run(lambda advance: advance(rig.shard))
     np.testing.assert_array_equal(rig.look_up(row_ids), before)
     assert rig.shard.stats().tables["t"] == stats
 

@@ -11,8 +11,9 @@ import pytest
 
 from embedding_server import hints
 from embedding_server.errors import SegmentCorrupt, UnknownTable
-from embedding_server.hints import ASKED_ROWS, CHECKED_ROWS, Hint, pieces_of
+from embedding_server.hints import CHECKED_ROWS, FOUND_ROWS, Hint, pieces_of
 from embedding_server.inproc import InprocStore
+from embedding_server.page_reads import PageReads
 from embedding_server.segment_reader import CHECKED
 from embedding_server.segments import SegmentSet
 from embedding_server.shard import Shard, ShardGradients
@@ -81,23 +82,23 @@ def _until_done(next_slice: Callable[[], bool], shard: Shard, hint: TakesHint) -
 def test_nothing_shows_of_hints_at_any_time(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, bool]] = []  # frozen rows of a hint, and whether a merge was under way
     merges: list[int] = []
-    prefetch, end_merge = SegmentSet.prefetch, SegmentSet._end_merge
+    find_pages, end_merge = SegmentSet.find_pages, SegmentSet._end_merge
 
-    def noting_prefetch(self: SegmentSet, locations: np.ndarray) -> None:
+    def noting_find_pages(self: SegmentSet, locations: np.ndarray, around: int) -> PageReads:
         asked.append((locations.size, self._merge is not None))
-        prefetch(self, locations)
+        return find_pages(self, locations, around)
 
     def noting_end_merge(self: SegmentSet) -> None:
         merges.append(1)
         end_merge(self)
 
-    monkeypatch.setattr(SegmentSet, "prefetch", noting_prefetch)
+    monkeypatch.setattr(SegmentSet, "find_pages", noting_find_pages)
     monkeypatch.setattr(SegmentSet, "_end_merge", noting_end_merge)
     rng = np.random.default_rng(seed)
 
     def hint(shard: Shard) -> None:
         ids = rng.integers(0, NUM_IDS, int(rng.integers(0, 2000)))  # in any order, and twice is allowed here
-        shard.prefetch({"t": np.concatenate([np.unique(ids), ABSENT])})
+        Hint({"t": np.concatenate([np.unique(ids), ABSENT])}).run(lambda advance: advance(shard))
 
     rows, flags, stats = train(SPECS[name], seed, hint)
     assert merges
@@ -110,31 +111,37 @@ def test_nothing_shows_of_hints_at_any_time(name: str, seed: int, monkeypatch: p
     assert stats.rows_frozen > 1000
 
 
-@pytest.mark.parametrize("sizes", [[0], [5], [ASKED_ROWS], [ASKED_ROWS + 1], [0, 3, 0, 2 * ASKED_ROWS, 1], []])
+@pytest.mark.parametrize("sizes", [[0], [5], [FOUND_ROWS], [FOUND_ROWS + 1], [0, 3, 0, 2 * FOUND_ROWS, 1], []])
 def test_pieces_hold_every_row_id_once_and_are_small(sizes: list[int]) -> None:
     ids = {f"t{i}": np.arange(1000 * i, 1000 * i + n) for i, n in enumerate(sizes)}
-    pieces = list(pieces_of(ids, ASKED_ROWS))
+    pieces = list(pieces_of(ids, FOUND_ROWS))
     for name, row_ids in ids.items():
         np.testing.assert_array_equal(np.concatenate([piece[name] for piece in pieces if name in piece]), row_ids)
-    assert all(sum(part.size for part in piece.values()) <= ASKED_ROWS for piece in pieces)
-    assert len(pieces) == max(-(-sum(sizes) // ASKED_ROWS), len(sizes) > 0)
+    assert all(sum(part.size for part in piece.values()) <= FOUND_ROWS for piece in pieces)
+    assert len(pieces) == max(-(-sum(sizes) // FOUND_ROWS), len(sizes) > 0)
 
 
-def test_a_slice_ends_with_its_time_and_the_next_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
+@pytest.mark.parametrize("unchecked", [0, 7])
+def test_a_slice_ends_with_its_time_and_the_next_goes_on(unchecked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, int]] = []
 
     class Slow:
-        def prefetch(self, ids: dict[str, np.ndarray]) -> None:
-            seen.append(ids["t"].size)
+        def find_pages(self, ids: dict[str, np.ndarray]) -> PageReads:
+            seen.append(("find", ids["t"].size))
+            return PageReads(unchecked_rows=unchecked if len(seen) == 1 else 0)
 
-        check_ahead = prefetch
+        def check_ahead(self, ids: dict[str, np.ndarray]) -> None:
+            seen.append(("check", ids["t"].size))
 
     clock = iter(np.arange(0.0, 1.0, 0.0015))  # a look at the clock takes 1.5 ms
     monkeypatch.setattr(hints.time, "monotonic", lambda: next(clock))
-    hint = Hint({"t": np.arange(5 * ASKED_ROWS)})
-    assert [hint.advance(Slow()) for _ in range(4)] == [False, False, False, True]  # type: ignore[arg-type]
-    assert seen == [ASKED_ROWS] * 5 + [5 * ASKED_ROWS]
-    assert 5 * ASKED_ROWS <= CHECKED_ROWS
+    hint = Hint({"t": np.arange(5 * FOUND_ROWS)})
+    slices = []
+    hint.run(lambda advance: slices.append(len(seen)) or advance(Slow()))  # type: ignore[arg-type, func-returns-value]
+    assert slices[:3] == [0, 2, 4]
+    checks = FOUND_ROWS // CHECKED_ROWS if unchecked else 0  # the first piece alone has blocks to check
+    assert seen == [("find", FOUND_ROWS)] * 5 + [("check", CHECKED_ROWS)] * checks
+    assert slices[3:] == ([5, *range(7, 5 + checks + 1, 2)] if unchecked else [])
 
 
 def test_a_hint_checks_blocks_and_leaves_damage_to_the_read(tmp_path: Path) -> None:
@@ -153,9 +160,7 @@ def test_a_hint_checks_blocks_and_leaves_damage_to_the_read(tmp_path: Path) -> N
         file.seek(start + segment.arrays.rows.nbytes // 2)
         file.write(b"damage")
     checked_before = int((segment.block_states == CHECKED).sum())
-    hint = Hint({"t": ids})
-    while not hint.advance(shard):
-        pass
+    Hint({"t": ids}).run(lambda advance: advance(shard))
     states = segment.block_states
     assert checked_before < (states == CHECKED).sum() < states.size - 1
     with pytest.raises(SegmentCorrupt, match=str(segment.path)):
@@ -166,11 +171,11 @@ def test_a_hint_checks_blocks_and_leaves_damage_to_the_read(tmp_path: Path) -> N
 def test_a_store_in_process_takes_hints_in_the_background_and_one_at_a_time() -> None:
     store = InprocStore(memory_limit_bytes=64 << 20, backend="cpu")
     store.create_tables([SPECS["idle"]])
-    ids = np.arange(3 * ASKED_ROWS)
+    ids = np.arange(3 * FOUND_ROWS)
     routed = {"t": RoutedIds(ids, np.array([0, ids.size], np.int64))}
     taken: list[int] = []
-    prefetch = store._shard.prefetch
-    store._shard.prefetch = lambda of: (taken.extend(of.get("t", ids[:0]).tolist()), prefetch(of))  # type: ignore[method-assign]
+    find_pages = store._shard.find_pages
+    store._shard.find_pages = lambda of: (taken.extend(of.get("t", ids[:0]).tolist()), find_pages(of))[1]  # type: ignore[method-assign]
     with store._lock:  # as if a Pull was under way
         store.prefetch(routed)  # returns at once
         store.prefetch(routed)  # and this one is dropped
@@ -178,13 +183,13 @@ def test_a_store_in_process_takes_hints_in_the_background_and_one_at_a_time() ->
         ids[:] = 0  # the caller may use its arrays again
     assert store._hint is not None
     store._hint.result(10)
-    assert taken == list(range(3 * ASKED_ROWS))
+    assert taken == list(range(3 * FOUND_ROWS))
     store.prefetch({"nobody": routed["t"]})
     with pytest.raises(UnknownTable):
         store._hint.result(10)  # nobody looks at it
     store.close()
     store.prefetch(routed)
-    assert len(taken) == 3 * ASKED_ROWS
+    assert len(taken) == 3 * FOUND_ROWS
 
 
 def test_hints_from_other_threads_change_no_row() -> None:

@@ -20,6 +20,7 @@ from embedding_server.errors import Overloaded, SegmentCorrupt
 from embedding_server.kernels import frozen
 from embedding_server.kernels.hashing import buckets_of
 from embedding_server.kernels.locations import FROZEN, MAX_SLOTS, NO_SEGMENT, SLOT_SHIFT, next_locations
+from embedding_server.page_reads import BLOCK_BYTES, PAGE_BYTES, PIECE_BYTES
 from embedding_server.segment_builder import MAX_SEGMENT_BYTES, capacity_rows, fixed_bytes
 from embedding_server.segment_file import SegmentFormat
 from embedding_server.segment_merge import MAX_SEGMENTS, plan_merge
@@ -551,26 +552,33 @@ def wait_until(condition) -> None:
     pytest.fail("it did not happen within 2 s")
 
 
-def test_prefetch_brings_the_blocks_of_rows_in_and_changes_nothing(large):
+def read_ahead(segments: SegmentSet, locations: np.ndarray, around: int = PIECE_BYTES) -> None:
+    reads = segments.find_pages(locations, around)
+    reads.start()
+    reads.finish()
+
+
+def test_reading_ahead_brings_the_blocks_of_rows_in_and_changes_nothing(large):
     (path,) = large.files()
     drop_from_memory(large)
     absent = absent_pages(path)
     if absent < 50:
         pytest.skip("this file system keeps its pages")
     locations = np.array([entry[0] for entry in large.model.values()], np.uint32)
-    large.segments.prefetch(locations[5000:5001])  # one block, 16 pages
+    read_ahead(large.segments, locations[5000:5001])  # one block, 16 pages
     wait_until(lambda: absent_pages(path) <= absent - 16)
-    large.segments.prefetch(locations)
+    read_ahead(large.segments, locations)
     wait_until(lambda: absent_pages(path) <= absent - 50)
     large.check()
     drop_from_memory(large)
-    large.segments.prefetch(locations)
-    large.segments.prefetch(locations)
-    large.segments.prefetch(locations[:0])
+    read_ahead(large.segments, locations)
+    read_ahead(large.segments, locations)
+    read_ahead(large.segments, locations[:0])
     large.check()
 
 
-def test_prefetch_of_checked_rows_asks_for_their_pages(large):
+@pytest.mark.parametrize(("around", "most_pages"), [(PAGE_BYTES, 2), (PIECE_BYTES, 8), (BLOCK_BYTES, 32)])
+def test_reading_checked_rows_ahead_brings_what_lies_around_them(large, around, most_pages):
     large.check()  # every block is checked
     (path,) = large.files()
     states = next(iter(large.segments._mapped.values())).block_states.copy()
@@ -580,8 +588,8 @@ def test_prefetch_of_checked_rows_asks_for_their_pages(large):
     if absent < 50:
         pytest.skip("this file system keeps its pages")
     locations = np.array([entry[0] for entry in large.model.values()], np.uint32)
-    large.segments.prefetch(locations[5000:5001])
-    wait_until(lambda: absent - 4 <= absent_pages(path) < absent)  # row, accumulator, visits: a page or two each
+    read_ahead(large.segments, locations[5000:5001], around)
+    assert absent - most_pages <= absent_pages(path) <= absent - around // PAGE_BYTES
     weights, accumulators, visits = large.segments.read_all(locations)  # a batch with absent pages comes in as a whole
     np.testing.assert_array_equal(weights, large.segments.read(locations))
     np.testing.assert_array_equal(accumulators, large.segments.accumulators_of(locations))
@@ -589,9 +597,10 @@ def test_prefetch_of_checked_rows_asks_for_their_pages(large):
     large.check()
 
 
-def test_prefetch_of_rows_in_a_buffer_is_nothing(harness):
+def test_rows_in_a_buffer_are_not_read_ahead(harness):
     harness.freeze(np.arange(40))
-    harness.segments.prefetch(np.array([entry[0] for entry in harness.model.values()], np.uint32))
+    reads = harness.segments.find_pages(np.array([entry[0] for entry in harness.model.values()], np.uint32), PAGE_BYTES)
+    assert not any(ranges.size for ranges in (*reads.reads, *reads.pages))
     harness.check()
 
 

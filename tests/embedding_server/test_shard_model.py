@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from embedding_server import heat
+from embedding_server.hints import Hint
 from embedding_server.policy import frostline_at
 from embedding_server.reserved import PAGE_BYTES
 from embedding_server.shard import Shard, ShardGradients
@@ -48,7 +49,7 @@ class Harness:
 
     def hint(self) -> None:
         if self.has_hints:
-            self.shard.prefetch({"t": np.array(POOL, np.int64)})
+            Hint({"t": np.array(POOL, np.int64)}).run(lambda advance: advance(self.shard))
 
     def who(self, worker: int) -> Identity:
         return Identity("job", self.epoch, worker)

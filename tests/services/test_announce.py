@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from embedding_server.kernels.routing import dedup_route
+from embedding_server.page_reads import PageReads
 from embedding_server.shard import Shard
 from embedding_server.store import RoutedIds
 from services.shard_client import RemoteStore
@@ -49,13 +50,13 @@ def rows_of(store: RemoteStore, table: str) -> np.ndarray:
 @pytest.mark.parametrize("mode", ["sync", "pipelined"])
 def test_a_job_over_grpc_is_the_same_with_and_without(mode: str, serve: Serve, tmp_path: Path, monkeypatch) -> None:
     hints: list[int] = []
-    prefetch = Shard.prefetch
+    find_pages = Shard.find_pages
 
-    def noting(self: Shard, ids) -> None:
+    def noting(self: Shard, ids) -> PageReads:
         hints.append(sum(row_ids.size for row_ids in ids.values()))
-        prefetch(self, ids)
+        return find_pages(self, ids)
 
-    monkeypatch.setattr(Shard, "prefetch", noting)
+    monkeypatch.setattr(Shard, "find_pages", noting)
     found = {}
     for announces in (False, True):
         hints.clear()
@@ -74,7 +75,7 @@ def test_shards_that_refuse_every_hint_fail_nothing(serve: Serve, tmp_path: Path
     def fail(self: Shard, ids) -> None:
         raise OSError("disk")
 
-    monkeypatch.setattr(Shard, "prefetch", fail)
+    monkeypatch.setattr(Shard, "find_pages", fail)
     store = RemoteStore(serve(2))
     summary = run_worker(job_of("pipelined", True), "main", store, Group(), tmp_path, lambda progress: None)
     assert summary.rows_frozen > 0

@@ -19,6 +19,7 @@ import numpy as np
 
 from embedding_server.errors import FencedEpoch, FrostlineError
 from embedding_server.gradients import ShardGradients
+from embedding_server.hints import Hint
 from embedding_server.shard import Shard
 from embedding_server.snapshot_format import MANIFEST
 from embedding_server.spec import TableSpec
@@ -194,7 +195,7 @@ class CheckedShard:
         return rows
 
     def prefetch(self, ids: Mapping[str, np.ndarray]) -> None:
-        self.shard.prefetch(ids)
+        Hint(ids).run(lambda advance: advance(self.shard))
 
     def _check_reply(self, ids: Mapping[str, np.ndarray], rows: Mapping[str, Rows], *, reads_default: bool) -> None:
         for name, row_ids in ids.items():

@@ -17,7 +17,7 @@ from embedding_server.kernels import paging
 from embedding_server.kernels.locations import FROZEN, MAX_SLOTS, SLOT_SHIFT
 from embedding_server.segment_reader import ASKED_FOR, CHECKED, UNCHECKED
 
-BLOCK = 1 << 16
+BLOCK, PAGE = 1 << 16, 4096
 
 
 class Slots:
@@ -68,17 +68,52 @@ def test_unchecked_blocks_are_those_under_the_items_each_once(chosen, states) ->
         assert blocks.tolist() == wanted
 
 
-@given(st.lists(places, max_size=40))
-def test_page_in_asks_once_for_the_blocks_it_will_check(chosen) -> None:
-    slots = Slots()
-    under = {(slot, block) for slot, position in chosen for block in slots.blocks_of(slot, position)}
+def found(slots: Slots, locations: np.ndarray, around: int) -> tuple[list[set[int]], int]:
+    """Pages of all reads and of all rows, by number, and how many rows lie in unchecked blocks."""
+    reads, pages = np.empty((2 * locations.size, 2), np.int64), np.empty((locations.size, 2), np.int64)
     tables = slots.bases, slots.item_bytes, slots.maps, slots.states, slots.sizes
-    for _ in range(2):
-        paging.page_in(locations_of(chosen), *tables)
-        asked = {(slot, b) for slot, blocks in slots.blocks.items() for b in range(4) if blocks[b] == ASKED_FOR}
-        assert asked == under
-    blocks = np.array([*under, (0, 0)], np.int64).reshape(-1, 2)
-    paging.page_in_blocks(blocks, len(under), slots.maps, slots.sizes)
+    num_reads, num_pages, unchecked = paging.find_pages(locations, *tables, around, reads, pages)
+    sets = [
+        {page for start, size in ranges.tolist() for page in range(start // PAGE, (start + size) // PAGE)}
+        for ranges in (reads[:num_reads], pages[:num_pages])
+    ]
+    assert (reads[:num_reads] % PAGE == 0).all()
+    assert (pages[:num_pages] % PAGE == 0).all()
+    return sets, unchecked
+
+
+@given(
+    st.lists(places, max_size=40),
+    st.lists(st.sampled_from([UNCHECKED, CHECKED, ASKED_FOR]), min_size=8, max_size=8),
+    st.sampled_from([PAGE, 4 * PAGE, BLOCK]),
+)
+def test_pages_found_are_those_of_the_items_what_is_around_them_and_blocks_to_check(chosen, states, around) -> None:
+    slots = Slots()
+    slots.blocks[1][:], slots.blocks[2][:] = states[:4], states[4:]
+    before = {slot: blocks.copy() for slot, blocks in slots.blocks.items()}
+    reads, pages, unchecked = set(), set(), 0
+    for slot, position in chosen:
+        blocks = slots.blocks_of(slot, position)
+        if not blocks:
+            continue
+        first = int(slots.bases[slot]) + position * int(slots.item_bytes[slot])
+        last = first + int(slots.item_bytes[slot]) - 1
+        pages |= set(range(first // PAGE, last // PAGE + 1))
+        start = int(slots.maps[slot])
+        if all(before[slot][block] == CHECKED for block in blocks):
+            pieces = range((first - start) // around, (last - start) // around + 1)
+            reads |= {start // PAGE + piece * around // PAGE + k for piece in pieces for k in range(around // PAGE)}
+            continue
+        unchecked += 1
+        for block in blocks:
+            if before[slot][block] == UNCHECKED:
+                reads |= {start // PAGE + block * 16 + k for k in range(16)}
+    assert found(slots, locations_of(chosen), around) == ([reads, pages], unchecked)
+    asked = {(slot, block) for slot, position in chosen for block in slots.blocks_of(slot, position)}
+    for slot, blocks in slots.blocks.items():
+        was = before[slot]
+        wanted = [ASKED_FOR if (slot, b) in asked and was[b] == UNCHECKED else was[b] for b in range(4)]
+        assert blocks.tolist() == wanted
 
 
 @pytest.mark.parametrize("has_process_madvise", [True, False])
@@ -98,11 +133,11 @@ def test_pages_come_in_from_a_file(has_process_madvise, tmp_path: Path) -> None:
     locations = locations_of([(0, position) for position in range(pages)])
     if not paging.any_absent(locations, bases, item_bytes, maps, pages):
         pytest.skip("this file system keeps every page in memory")
+    ranges = np.array([(start + 4096 * page, 4096) for page in range(pages)], np.int64)
     if has_process_madvise:
-        paging.page_in(locations, bases, item_bytes, maps, states, sizes)
+        paging.will_need(ranges)
     else:
-        ranges = np.array([(start + 4096 * page, 4096) for page in range(pages)], np.int64)
-        paging._will_need(-1, ranges, pages)
+        paging._advise(-1, ranges, 3)
     end_s = time.monotonic() + 10
     while paging.any_absent(locations, bases, item_bytes, maps, pages) and time.monotonic() < end_s:
         time.sleep(0.01)
