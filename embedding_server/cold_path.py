@@ -55,16 +55,17 @@ def visit(table: Table, row_ids: np.ndarray, step: int) -> tuple[np.ndarray, np.
     table.catch_up()  # here, for no location of a frozen row is held yet, and merges change them
     entries, locations, missing, frozen = table.index.locate(row_ids)
     first = table.cold_visits.first(row_ids, step)
+    generation = table.generation
     thawed = 0
     if frozen:
         table.bump_heat(entries, first, step)
         thawed = _thaw_visited(table, row_ids, entries, locations, step)
-    if not (thawed or missing):  # policy topk, below the frostline: the commonest cold visit there
-        return entries, locations
     if missing:
         admit(table, row_ids[entries == 0], first[entries == 0], step)
-    table.record_memory()
-    entries, locations, _, _ = table.index.locate(row_ids)
+    if thawed or missing:
+        table.record_memory()
+    if missing or table.generation != generation:  # entries moved, or rows froze to make room
+        entries, locations, _, _ = table.index.locate(row_ids)
     return entries, locations
 
 
@@ -118,13 +119,13 @@ def _stored(table: Table, row_ids: np.ndarray) -> np.ndarray:
 
 
 def _thaw_visited(table: Table, row_ids: np.ndarray, entries: np.ndarray, locations: np.ndarray, step: int) -> int:
-    """How many of these rows thawed."""
+    """How many of these rows thawed; their locations become their slots."""
     at = np.flatnonzero((entries != 0) & ((locations & FROZEN_BIT) != 0))
     at = at[thaws_at_visit(table, locations[at])]
     if not at.shape[0]:
         return 0
-    thawed = at[: thaw(table, entries[at], locations[at], row_ids[at], step)]
-    table.moves_thawed_visit += thawed.shape[0]
-    slots = table.index.locate(row_ids[thawed])[1]
+    slots = thaw(table, entries[at], locations[at], row_ids[at], step)
+    locations[at[: slots.shape[0]]] = slots.astype(np.uint32)
     table.visits.array[slots, 0] = np.minimum(254, table.visits.array[slots, 0]) + 1
-    return int(thawed.shape[0])
+    table.moves_thawed_visit += slots.shape[0]
+    return int(slots.shape[0])

@@ -80,8 +80,9 @@ def _freeze_part(
     return bits
 
 
-def thaw(table: Table, addresses: np.ndarray, locations: np.ndarray, row_ids: np.ndarray, step: int) -> int:
-    """Makes frozen rows hot again, their entry addresses distinct. Returns how many; fewer at the memory limit."""
+def thaw(table: Table, addresses: np.ndarray, locations: np.ndarray, row_ids: np.ndarray, step: int) -> np.ndarray:
+    """Makes frozen rows hot again, their entry addresses distinct. Returns the slots int32[m] that the first m rows
+    took; not all did if the memory limit was reached."""
     slots = table.take_slots(addresses.shape[0], step)
     n = slots.shape[0]
     addresses, locations, row_ids = addresses[:n], locations[:n], row_ids[:n]
@@ -103,7 +104,7 @@ def thaw(table: Table, addresses: np.ndarray, locations: np.ndarray, row_ids: np
     table.undo_decay(slots, row_ids, step)
     table.rows_frozen -= n
     table.moves_thawed += n
-    return n
+    return slots
 
 
 def _read_back(table: Table, slots: np.ndarray, locations: np.ndarray) -> None:

@@ -96,7 +96,9 @@ class Reselection(TablePass):
         frozen, unfreezable = self._freeze(table, entries.take(np.sort(np.concatenate([split.freezes, split.idle]))))
         idle = table.index.locate(entries.row_ids[split.idle])[3] if frozen else 0
         warm = entries.take(split.thaws)
-        thawed = thaw(table, warm.addresses, warm.locations, warm.row_ids, self.step) if split.thaws.shape[0] else 0
+        thawed = 0
+        if split.thaws.shape[0]:
+            thawed = thaw(table, warm.addresses, warm.locations, warm.row_ids, self.step).shape[0]
         table.moves_frozen_idle += idle
         table.moves_frozen_rank += frozen - idle
         table.moves_thawed_rank += thawed

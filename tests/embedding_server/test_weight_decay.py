@@ -191,7 +191,7 @@ def test_rows_thawed_by_rank_owe_nothing_of_the_step_that_they_were_frozen_at() 
     before = shard.lookup({"t": ALL_IDS}, "float32")["t"].values.copy()
     entries, locations, _, frozen = table.index.locate(ALL_IDS)
     assert frozen == ROWS - 5
-    assert thaw(table, entries[5:], locations[5:], ALL_IDS[5:], 2) == ROWS - 5
+    assert thaw(table, entries[5:], locations[5:], ALL_IDS[5:], 2).shape[0] == ROWS - 5
     np.testing.assert_allclose(shard.lookup({"t": ALL_IDS}, "float32")["t"].values, before, rtol=1e-6)
     step_of(shard, 3, ALL_IDS, 0.5)
     after = shard.lookup({"t": ALL_IDS}, "float32")["t"].values
