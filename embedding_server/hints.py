@@ -21,7 +21,7 @@ from embedding_server.page_reads import PageReads
 from embedding_server.shard import Shard
 
 #: rows between looks at the clock: 0.2 us each to find
-FOUND_ROWS = 2048
+FOUND_ROWS = 8192
 #: rows between looks at the clock: a block each to check, at worst
 CHECKED_ROWS = 128
 SLICE_S = 0.002
@@ -41,9 +41,9 @@ class Hint:
             self.read()
         self.read()
 
-    def advance(self, shard: Shard) -> bool:
-        """Within a turn: goes on for about SLICE_S; whether it needs no further one. Raises as Shard.find_pages."""
-        end_s = time.monotonic() + SLICE_S
+    def advance(self, shard: Shard, slice_s: float = SLICE_S) -> bool:
+        """Within a turn: goes on for about slice_s; whether it needs no further one. Raises as Shard.find_pages."""
+        end_s = time.monotonic() + slice_s
         for piece in self._to_find:
             found = shard.find_pages(piece)
             self._found.append(found)
@@ -63,11 +63,10 @@ class Hint:
 
     def read(self) -> None:
         """Outside of a turn: has the pages that the last turn found read in, all together, and waits for them."""
-        found, self._found = self._found, []
-        for reads in found:
-            reads.start()
-        for reads in found:
-            reads.finish()
+        if self._found:
+            found, self._found = PageReads.union(self._found), []
+            found.start()
+            found.finish()
 
 
 def pieces_of(ids: Mapping[str, np.ndarray], most_rows: int) -> Iterator[dict[str, np.ndarray]]:

@@ -12,6 +12,7 @@ page cache has lost (after a restart, or where the host takes idle pages away) c
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,25 +29,30 @@ def bytes_around() -> int:
     return BLOCK_BYTES if is_idle else PIECE_BYTES
 
 
-@dataclass(slots=True)
-class PageReads:
-    """Ranges int64[., 2] (address, bytes): to read in, and of the pages that the rows themselves lie on."""
+def _nothing() -> np.ndarray:
+    return np.empty((0, 2), np.int64)
 
-    reads: list[np.ndarray] = field(default_factory=list)
-    pages: list[np.ndarray] = field(default_factory=list)
+
+@dataclass(frozen=True, slots=True)
+class PageReads:
+    """Ranges int64[., 2] (address, bytes): what to read in, and the pages that the rows themselves lie on."""
+
+    reads: np.ndarray = field(default_factory=_nothing)
+    pages: np.ndarray = field(default_factory=_nothing)
     unchecked_rows: int = 0  # that lie in blocks which nobody has compared with their CRC-32 yet
 
-    def add(self, other: PageReads) -> None:
-        self.reads += other.reads
-        self.pages += other.pages
-        self.unchecked_rows += other.unchecked_rows
+    @staticmethod
+    def union(parts: Sequence[PageReads]) -> PageReads:
+        """All of one or more, so that each step is one call without Python in between."""
+        if len(parts) == 1:
+            return parts[0]
+        reads, pages = np.concatenate([p.reads for p in parts]), np.concatenate([p.pages for p in parts])
+        return PageReads(reads, pages, sum(p.unchecked_rows for p in parts))
 
     def start(self) -> None:
         """Queues the reads; waits only while the disk's queue is full."""
-        for ranges in self.reads:
-            paging.will_need(ranges)
+        paging.will_need(self.reads)
 
     def finish(self) -> None:
         """Waits until the rows' pages are there and maps them, so that reading the rows meets no page fault."""
-        for ranges in self.pages:
-            paging.map_in(ranges)
+        paging.map_in(self.pages)

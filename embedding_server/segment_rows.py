@@ -146,7 +146,7 @@ class SegmentRows:
         reads, pages = np.empty((2 * locations.shape[0], 2), np.int64), np.empty((locations.shape[0], 2), np.int64)
         where = *self._items(part), self._maps, self._states, self._sizes
         num_reads, num_pages, unchecked = paging.find_pages(locations, *where, around, reads, pages)
-        return PageReads([reads[:num_reads]], [pages[:num_pages]], unchecked)
+        return PageReads(reads[:num_reads], pages[:num_pages], unchecked)
 
     def check_ahead(self, locations: np.ndarray) -> None:
         """Checks the blocks under these rows; of a damaged one the next read says so."""

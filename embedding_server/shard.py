@@ -427,11 +427,11 @@ class Shard:
 
     def find_pages(self, ids: Mapping[str, np.ndarray]) -> PageReads:
         """What a hint that these will be read has to bring into memory. No effect on any row."""
-        found, around = PageReads(), bytes_around()
+        found, around = [PageReads()], bytes_around()
         for name, row_ids in ids.items():
             self._checks.ids(name, row_ids)
-            found.add(cold_path.find_pages(self._tables[name], row_ids, around))
-        return found
+            found.append(cold_path.find_pages(self._tables[name], row_ids, around))
+        return PageReads.union(found)
 
     def check_ahead(self, ids: Mapping[str, np.ndarray]) -> None:
         """Checks the frozen rows among these as their first read would. A hint: what is damaged, that read tells."""

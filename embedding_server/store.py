@@ -463,9 +463,10 @@ class EmbeddingStore(ABC):
         """
 
     def prefetch(self, ids: Mapping[str, RoutedIds]) -> None:  # noqa: B027 doing nothing is allowed
-        """A hint that these row_ids will be pulled soon: frozen rows that lie on disk are read ahead. Returns at once.
+        """A hint that these row_ids will be pulled soon: frozen rows that lie on disk are read ahead.
 
-        It changes nothing, counts nothing and may do nothing.
+        It waits for no disk and no other call, changes nothing, counts nothing and may do nothing. UnknownTable or
+        InvalidInput if it cannot be understood.
         """
 
     @abstractmethod
