@@ -88,6 +88,20 @@ def chunks_of(ids: Mapping[str, np.ndarray]) -> Iterator[tuple[dict[str, np.ndar
         yield chunk, True
 
 
+def check_ids_to_delete(ids: object) -> None:
+    """What a store checks of row_ids to delete before it sends any: a conversion would delete others for good.
+
+    InvalidInput unless it is a mapping of int64[n] arrays by table.
+    """
+    if not isinstance(ids, Mapping):
+        raise InvalidInput(f"row_ids to delete come as a {type(ids).__name__}; give {{table: int64[n]}}")
+    for name, row_ids in ids.items():
+        is_plain = type(row_ids) is np.ndarray  # of a masked one, say, some are not meant
+        if not is_plain or row_ids.ndim != 1 or row_ids.dtype != np.int64:
+            what = f"{row_ids.dtype}{list(row_ids.shape)}" if is_plain else f"a {type(row_ids).__name__}"
+            raise InvalidInput(f"table {name!r}: row_ids to delete are {what}; they must be a NumPy array int64[n]")
+
+
 def check_num_ids(tables: Mapping[str, np.ndarray]) -> None:
     total = sum(row_ids.shape[0] for row_ids in tables.values())
     if total > MAX_IDS_PER_CALL:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from embedding_server.erasure import chunks_of
+from embedding_server.erasure import check_ids_to_delete, chunks_of
 from embedding_server.errors import StoreUnavailable
 from embedding_server.hints import Hint
 from embedding_server.segments import SETTLED_IN_A_STEP_BYTES
@@ -175,6 +175,7 @@ class InprocStore(EmbeddingStore):
         return total
 
     def delete_rows(self, who: Identity, step: int, ids: Mapping[str, np.ndarray]) -> dict[str, Erased]:
+        check_ids_to_delete(ids)
         total: dict[str, Erased] = {}
         with self._lock:
             for chunk, is_last in chunks_of(ids):

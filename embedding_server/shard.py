@@ -64,7 +64,7 @@ from embedding_server.store import (
     WireDtype,
 )
 from embedding_server.table import Table
-from embedding_server.table_drop import TableDrop
+from embedding_server.table_drop import TableDrop, check_names
 from embedding_server.table_threads import TableThreads
 
 __all__ = ["Shard", "ShardGradients"]
@@ -140,6 +140,7 @@ class Shard:
 
     def drop_tables(self, who: Identity, step: int, names: Sequence[str]) -> bool:
         """One slice of deleting tables with their rows and files. True: they are gone. Else call again."""
+        check_names(names)
         self._check_barrier(who, step)
         key = (who.job, frozenset(names))
         if key not in self._drops:

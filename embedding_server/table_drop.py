@@ -8,10 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from embedding_server.errors import InvalidInput
+
 if TYPE_CHECKING:
     from embedding_server.table import Table
 
 _BYTES_AT_ONCE = 256 << 20
+
+
+def check_names(names: object) -> None:
+    """InvalidInput unless it is a list of texts; a text would be taken for the tables that its letters name."""
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise InvalidInput(f"tables to drop are {names!r:.200}; give a list of names")
 
 
 class TableDrop:

@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 from google.protobuf.message import Message
 
+from embedding_server.erasure import check_ids_to_delete
 from embedding_server.errors import FencedEpoch, FrostlineError, InvalidInput, NotReady, TableConflict, UnknownTable
 from embedding_server.shard import ShardGradients
 from embedding_server.spec import TableSpec, differing_fields
@@ -339,6 +340,7 @@ class RemoteStore(EmbeddingStore):
         return total
 
     def delete_rows(self, who: Identity, step: int, ids: Mapping[str, np.ndarray]) -> dict[str, Erased]:
+        check_ids_to_delete(ids)
         self._dims(ids)
         return shard_tables.delete_rows(self._channels, who, step, ids)
 

@@ -12,6 +12,7 @@ import numpy as np
 from embedding_server.erasure import chunks_of
 from embedding_server.errors import UnknownTable
 from embedding_server.store import Erased, Identity
+from embedding_server.table_drop import check_names
 from frostline.v1 import embedding_pb2 as pb
 from services.advance_messages import caller_message, delete_rows_message, erased_of
 from services.shard_channel import ShardChannel, call_all
@@ -43,6 +44,7 @@ def drop_tables(
     channels: Channels, who: Identity, step: int, names: Sequence[str], existing: Sequence[Collection[str]]
 ) -> None:
     """existing: tables of each shard. A shard may lack one that an earlier call, which failed, has dropped there."""
+    check_names(names)
     unknown = sorted(set(names) - set().union(*existing))
     if unknown:
         known = ", ".join(sorted(set().union(*existing))[:10]) or "none"

@@ -44,7 +44,7 @@ from trainer.advance import reselect, usual_steps_between
 from trainer.interchange import FileFormat
 from trainer.lookup_plan import LookupPlan
 from trainer.lookups import Lookups, Table
-from trainer.table_changes import RowIds, TableChanges
+from trainer.table_changes import RowIds, TableChanges, check_features
 from trainer.table_configs import specs_of_configs
 from trainer.training_steps import OpenStep, StepGradients, TrainingSteps
 from trainer.warm_start import Files, import_files, restore_rows
@@ -231,6 +231,9 @@ class _Collection(torch.nn.Module):
 
         A table of its name and spec that the store has already is taken as it is; another spec is TableConflict.
         """
+        if not isinstance(config, BaseEmbeddingConfig) or not isinstance(spec, TableSpec | None):
+            what = config if not isinstance(config, BaseEmbeddingConfig) else spec
+            raise InvalidInput(f"add_table takes a TorchRec config and perhaps a TableSpec, and got {what!r:.200}")
         if config.name in self._specs:
             raise InvalidInput(f"table {config.name!r} is in the collection already; give every table its own name")
         spec = self._specs_of([config], {spec.name: spec} if spec is not None else None)[0]
@@ -241,7 +244,7 @@ class _Collection(torch.nn.Module):
     def drop_table(self, name: str) -> None:
         """Drops a table: its rows are gone, its features with it. One table stays."""
         left = [config for config in self._configs if config.name != name]
-        if name not in self._specs or not left:
+        if not isinstance(name, str) or name not in self._specs or not left:
             raise InvalidInput(
                 f"table {name!r} cannot be dropped: the collection has {list(self._specs)}, and one table must stay"
             )
@@ -259,6 +262,7 @@ class _Collection(torch.nn.Module):
         if at is None or feature in configs[at].feature_names:
             what = "is not in the collection" if at is None else f"has feature {feature!r} already"
             raise InvalidInput(f"table {table!r} {what}; the tables are {list(self._specs)}")
+        check_features(table, [feature])
         self._changes.add_feature(table, feature)
         # a copy: the config is its owner's
         configs[at] = replace(configs[at], feature_names=[*configs[at].feature_names, feature])
@@ -430,4 +434,5 @@ def _feature_names(config: EmbeddingBagConfig | EmbeddingConfig) -> list[str]:
     """A config without features has one named as the table; as in TorchRec, the config then says so."""
     if not config.feature_names:
         config.feature_names = [config.name]
+    check_features(config.name, config.feature_names)
     return config.feature_names

@@ -172,3 +172,40 @@ def test_who_waits_for_a_worker_that_never_comes_is_told(serve: Serve) -> None:
     with pytest.raises(StoreUnavailable, match="Meet did not finish within 1 s"):
         store.meet(who, 0, 0, "a")
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ({"user": np.array([1.7])}, r"float64\[1\]; they must be a NumPy array int64\[n\]"),
+        ({"user": np.array([True])}, "bool"),
+        ({"user": np.array([2**63 + 1], np.uint64)}, "uint64"),
+        ({"user": np.array([[1], [2]])}, r"int64\[2, 1\]"),
+        ({"user": np.array(["1"])}, "<U1"),
+        ({"user": np.int64(1)}, "are a int64"),
+        ({"user": [1]}, "are a list"),
+        ({"user": None}, "are a NoneType"),
+        ({"user": np.ma.array([1, 2], mask=[False, True])}, "are a MaskedArray"),
+        ([("user", np.array([1]))], "come as a list"),
+        (None, "come as a NoneType"),
+    ],
+)
+def test_no_store_guesses_which_rows_to_delete(
+    stores: Callable[..., list[EmbeddingStore]], ids: object, message: str
+) -> None:
+    for store in stores(1):
+        who = begin(store)
+        run(store, who, 1, 1)
+        with pytest.raises(InvalidInput, match=message):
+            store.delete_rows(who, 1, ids)
+        assert store.stats().total().rows_erased == 0
+
+
+def test_a_text_is_no_list_of_tables_to_drop(stores: Callable[..., list[EmbeddingStore]]) -> None:
+    for store in stores(1):
+        store.create_tables([TableSpec(name="u", dim=4), TableSpec(name="s", dim=4)])
+        who = begin(store)
+        for wrong in ("us", None, [None]):
+            with pytest.raises(InvalidInput, match="give a list of names"):
+                store.drop_tables(who, 0, wrong)
+        assert {"u", "s"} <= set(store.table_specs())

@@ -11,7 +11,7 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embedding_server.errors import FrostlineError, InvalidInput, NotReady, TableConflict
+from embedding_server.errors import FrostlineError, InvalidInput, NotReady, TableConflict, UnknownTable
 from embedding_server.inproc import InprocStore
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
 from embedding_server.store import FOUND, Erased, Identity, RoutedIds
@@ -63,7 +63,7 @@ def test_rows_are_deleted_and_begin_anew(store: InprocStore) -> None:
     assert ebc.delete_rows({"t": []}) == {"t": Erased()}
     assert not row(store, "t", 7)[1]
     assert np.array_equal(train(ebc, a=[7])["a"], first)
-    with pytest.raises(InvalidInput, match="float64; they must be int64"):
+    with pytest.raises(InvalidInput, match=r"float64\[1\]; they must be int64"):
         ebc.delete_rows({"t": [0.5]})
 
 
@@ -230,3 +230,78 @@ def test_what_worker_0_cannot_do_is_an_error_for_all(store: InprocStore) -> None
     assert "'none' does not exist" in str(first)
     assert "worker 0 could not do it" in str(second)
     assert "'none' does not exist" in str(second)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ({"t": [[1], [2, 3]]}, "are no array"),
+        ({"t": [[1, 2], [3, 4]]}, r"int64\[2, 2\]; they must be int64\[n\]"),
+        ({"t": np.empty((0, 3), np.int64)}, r"int64\[0, 3\]"),
+        ({"t": 1}, r"int64\[\]"),
+        ({"t": torch.ones(1, dtype=torch.int64).to_sparse()}, "are no array"),
+        ({"t": torch.ones(1, dtype=torch.bfloat16)}, "are no array"),
+        ({"t": np.ma.array([1, 2], mask=[False, True])}, r"masked int64\[2\]"),
+        ({"t": [True]}, "bool"),
+        ({"t": ["1"]}, "<U1"),
+        ({"t": [2**63]}, "uint64"),
+        ({"t": [None]}, "object"),
+        ([("t", [1])], "come as a list; give {table: row_ids}"),
+        (None, "come as a NoneType"),
+        ({1: [1]}, "of table 1; a table's name is text"),
+        ({f"t{k}": [1] for k in range(1025)}, "row_ids of 1025 tables to delete; give at most 1024"),
+    ],
+)
+def test_row_ids_to_delete_are_never_guessed(store: InprocStore, ids: object, message: str) -> None:
+    ebc = collection(store, bag("t", "a"))
+    train(ebc, a=[1, 2, 3])
+    with pytest.raises(InvalidInput, match=message):
+        ebc.delete_rows(ids)
+    assert store.stats().total().rows_erased == 0
+    assert ebc.delete_rows({"t": np.array([1, -(2**63), 2**63 - 1], ">i8")}) == {"t": Erased(hot=1, unknown=2)}
+
+
+def test_rows_of_as_many_tables_are_deleted_as_a_call_takes(store: InprocStore) -> None:
+    """What was there of them must fit the meeting at which all workers hear of it: the rows are gone by then."""
+    names = [f"table {k} " + "\N{SNOWMAN}" * 200 for k in range(100)]
+    store.create_tables([TableSpec(name=name, dim=4) for name in names])
+    ebc = collection(store, bag("t", "a"))
+    train(ebc, a=[1])
+    assert ebc.delete_rows({"t": [1], **{name: [1] for name in names}}) == {
+        "t": Erased(hot=1), **{name: Erased(unknown=1) for name in names}
+    }  # fmt: skip
+
+
+def test_an_error_that_is_long_reaches_all_workers(store: InprocStore) -> None:
+    outcomes = two_workers(store, "sync", *[lambda ebc: ebc.delete_rows({"\N{SNOWMAN}" * 50_000: [1]})] * 2)
+    assert [type(outcome) for outcome in outcomes] == [UnknownTable, FrostlineError], outcomes
+
+
+@pytest.mark.parametrize("feature", [5, None, "", "x" * 256, "\udce4", ["b"]])
+def test_what_is_no_name_of_a_feature_changes_nothing(store: InprocStore, feature: object) -> None:
+    ebc = collection(store, bag("t", "a"), bag("u", "b"))
+    train(ebc, a=[1], b=[1])
+    with pytest.raises(InvalidInput, match="is no name"):
+        ebc.add_feature("t", feature)
+    with pytest.raises(InvalidInput, match="is no name"):
+        ebc.add_table(bag("new", "c", feature))
+    assert list(train(ebc, a=[1], b=[1])) == ["a", "b"]
+    assert sorted(store.table_specs()) == ["t", "u"]
+
+
+def test_a_table_has_a_list_of_features_each_once(store: InprocStore) -> None:
+    ebc = collection(store, bag("t", "a"))
+    with pytest.raises(InvalidInput, match="feature 'c' is named twice"):
+        ebc.add_table(bag("new", "c", "c"))
+    config = EmbeddingBagConfig(name="new", embedding_dim=4, num_embeddings=9, feature_names="abc")
+    with pytest.raises(InvalidInput, match="its features are 'abc'; give a list"):
+        ebc.add_table(config)
+    for wrong in (None, "new", {"name": "new"}, [bag("new", "c")]):
+        with pytest.raises(InvalidInput, match="takes a TorchRec config"):
+            ebc.add_table(wrong)
+    with pytest.raises(InvalidInput, match="takes a TorchRec config and perhaps a TableSpec"):
+        ebc.add_table(bag("new", "c"), {"name": "new"})
+    for wrong in (None, ["t"]):
+        with pytest.raises(InvalidInput, match="cannot be dropped"):
+            ebc.drop_table(wrong)
+    ebc.add_table(bag("new", *[f"feature number {k}" for k in range(5000)]))  # more than a meeting's text
