@@ -14,7 +14,7 @@ Thread safety: none; the thread that owns the shard calls. Work of the executor 
 from __future__ import annotations
 
 import contextlib
-import re
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
@@ -37,6 +37,7 @@ from embedding_server.snapshot_format import (
     ParentRecord,
     ShardRecord,
     bucket_text,
+    cut_folder,
     part_folder,
     write_sealed_json,
 )
@@ -45,8 +46,6 @@ from embedding_server.table_cut import TableCut
 
 if TYPE_CHECKING:
     from embedding_server.table import Table
-
-_FOLDER = re.compile(r"cut-\d{12}-\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +60,22 @@ class CutRequest:
     num_parts: int
     parent: Path | None = None
 
+    @property
+    def own_folder(self) -> Path:
+        """Of the shard's part."""
+        return self.folder / part_folder(self.part, self.num_parts)
+
     def check(self) -> None:
-        folder = self.folder
-        if not folder.is_absolute() or ".." in folder.parts or not _FOLDER.fullmatch(folder.name):
+        folder, name = self.folder, cut_folder(self.step, self.who.epoch)
+        if not folder.is_absolute() or ".." in folder.parts or "\0" in str(folder) or folder.name != name:
             raise InvalidInput(
-                f"folder={str(folder)!r} must be an absolute path without '..' that ends in cut-<step, 12"
-                " digits>-<epoch>"
+                f"folder={str(folder)!r:.1100} must be an absolute path without '..' that ends in {name}: that is"
+                f" cut-<step, 12 digits>-<epoch>, by which a delta of it is found"
             )
-        if (folder / MANIFEST).exists():
+        for place in (folder, folder.parent / OBJECTS):
+            if os.path.islink(place):
+                raise InvalidInput(f"{place} is a symbolic link, which no restore follows; name the folder itself")
+        if os.path.exists(folder / MANIFEST):  # False where one cannot look: then the cut cannot begin
             raise InvalidInput(
                 f"folder={str(folder)!r} has a whole snapshot, which no cut replaces; begin an epoch above that of"
                 " every snapshot of the job"
@@ -79,11 +86,13 @@ class CutRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """A shard's part of a cut that is whole, as a parent of others. marks: by table."""
+    """A shard's part of a cut that is whole, as a parent of others. marks: by table; parent: that it is a delta of."""
 
+    record: Path  # its shard.json
     entry: ParentRecord
     sequence: int
     marks: Mapping[str, Mark]
+    parent: Completed | None
 
 
 #: Those of a job's epoch from the last full cut on, by folder.
@@ -105,6 +114,13 @@ def check_parent(request: CutRequest, parents: Parents) -> None:
             f"parent={str(request.parent)!r} is delta {found.sequence} of its chain, and a chain has at most"
             f" {MAX_SEQUENCE}; take a full cut, without a parent"
         )
+    link: Completed | None = found
+    while link is not None:
+        if not os.path.exists(link.record):
+            raise InvalidInput(
+                f"parent={str(request.parent)!r} is of no use: {link.record} is gone; take a full cut, without a parent"
+            )
+        link = link.parent
 
 
 class Cut:
@@ -125,9 +141,10 @@ class Cut:
         self._base = parents[request.parent] if request.parent is not None else None
         if self._base is None:
             parents.clear()
+        parents.pop(request.folder, None)  # begun once before: what it was is void
         self._parents = parents
         self._buckets, self._executor, self._on_event = buckets, executor, on_event
-        self._folder = request.folder / part_folder(request.part, request.num_parts)
+        self._folder = request.own_folder
         self._tables: list[TableCut] = []
         self._end: Future[FileRecord] | None = None
         self._error: str | None = None
@@ -157,6 +174,13 @@ class Cut:
         written = sum(table.bytes_written for table in self._tables) + self._bytes
         rows = sum(table.rows_written for table in self._tables) + self._rows
         return CutProgress(self.request.step, not self.is_under_way, self._error, written, rows)
+
+    @property
+    def stands(self) -> bool:
+        """It is under way or whole; not if it failed, was abandoned, or its part of the folder is gone since."""
+        if self._error is not None:
+            return False
+        return self.is_under_way or os.path.exists(self._folder / RECORD)
 
     @property
     def is_waiting(self) -> bool:
@@ -212,7 +236,7 @@ class Cut:
             step=request.step, epoch=request.who.epoch, size_bytes=record.size_bytes, crc32=record.crc32
         )
         marks = {table.name: table.mark for table in self._tables}
-        self._parents[request.folder] = Completed(entry, self._sequence, marks)
+        self._parents[request.folder] = Completed(self._folder / RECORD, entry, self._sequence, marks, self._base)
 
     @property
     def _sequence(self) -> int:

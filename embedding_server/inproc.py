@@ -195,7 +195,8 @@ class InprocStore(EmbeddingStore):
             error = self._shard.cut_progress(who).error
             if error is not None:
                 raise StoreUnavailable(
-                    f"the cut of step {step} cannot begin in {folder}: {error}; free or repair the disk"
+                    f"the cut of step {step} cannot begin in {folder}: {error}; free or repair the disk, or"
+                    " name another folder"
                 )
             if self._writer is None:
                 while self._shard.is_cutting:

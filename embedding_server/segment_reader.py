@@ -41,6 +41,14 @@ UNCHECKED, CHECKED, ASKED_FOR = 0, 1, 2
 _BLOCKS_AT_ONCE = 64  # 4 MiB
 
 
+#: Which file it is, and when it was last written to: device, inode, bytes, ns.
+Stamp = tuple[int, int, int, int]
+
+
+def stamp_of(stat: os.stat_result) -> Stamp:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
 @dataclass(slots=True)
 class MappedSegment:
     """An open segment file. After close() its arrays must not be touched: the addresses are gone.
@@ -56,6 +64,7 @@ class MappedSegment:
     block_crcs: np.ndarray  # uint32[K]
     block_states: np.ndarray  # uint8[K]: UNCHECKED, CHECKED or ASKED_FOR; not mapped
     _map: _FileMap
+    sound: set[Stamp]  # files that hold it byte for byte: its own as it was opened, and objects (snapshot_objects.py)
     _last_crc: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -176,7 +185,8 @@ def open_segment(path: Path, verify: bool = True, *, is_private: bool = False) -
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        size = os.fstat(fd).st_size
+        stat = os.fstat(fd)
+        size = stat.st_size
         fmt, num_rows, frozen_step, data_start = _read_header(path, fd, size)
         file_map = _FileMap(fd, size, is_private)
     finally:
@@ -185,7 +195,7 @@ def open_segment(path: Path, verify: bool = True, *, is_private: bool = False) -
         arrays, crcs_start = _views(file_map.bytes, fmt, num_rows, data_start)
         crcs = file_map.bytes[crcs_start:].view("<u4")
         states = np.full(crcs.shape[0], UNCHECKED, np.uint8)
-        segment = MappedSegment(path, fmt, frozen_step, size, arrays, crcs, states, file_map)
+        segment = MappedSegment(path, fmt, frozen_step, size, arrays, crcs, states, file_map, {stamp_of(stat)})
         _check_offsets(path, arrays.bucket_offsets, num_rows)
         if verify:
             for block in range(crcs.shape[0]):

@@ -357,13 +357,13 @@ class Shard:
         parent: the folder of a cut that this one is a delta of. InvalidInput if it cannot be (cut.check_parent).
 
         What goes wrong with the files is told by cut_progress, not here. A repeat of the last call does nothing, unless
-        that cut failed or was abandoned: then it begins anew.
+        that cut failed, was abandoned or is gone from the folder: then it begins anew.
         """
         self._check_barrier(who, step)
         request = CutRequest(who, step, folder, part, num_parts, parent)
         request.check()
         last = self._cuts.get(who.job)
-        if last is not None and last.request == request and last.progress().error is None:
+        if last is not None and last.request == request and last.stands:
             return True
         if self._cut is not None and self._cut.is_under_way:
             if not self._cut.slice():

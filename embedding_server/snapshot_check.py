@@ -25,7 +25,7 @@ from embedding_server.kernels.hashing import buckets_of
 from embedding_server.snapshot_file import ColumnReader, corrupt
 from embedding_server.snapshot_hot import HotRowsFile
 from embedding_server.snapshot_parts import Part
-from embedding_server.snapshot_rows import PartTable, open_frozen, open_object
+from embedding_server.snapshot_rows import PartTable, check_object, open_frozen, open_object
 from embedding_server.store import NUM_BUCKETS
 
 _ROWS_AT_ONCE = 1 << 16
@@ -81,10 +81,8 @@ class _TableCheck:
                 self._findings.bytes_read += size
 
     def _check_segment(self, k: int) -> None:
-        with closing(open_object(self._part.objects, self._record.segments[k], self._record.spec)) as mapped:
-            for _ in mapped.check_all():
-                pass
-            self._findings.bytes_read += mapped.size_bytes
+        segment = self._record.segments[k]
+        self._findings.bytes_read += check_object(self._part.objects, segment, self._record.spec)
 
     def _check_rows(self) -> None:
         table = PartTable(self._part, self._number)

@@ -1,7 +1,10 @@
 """Segment files of a snapshot, by content: ROOT/JOB/objects/<digest>.segment (snapshot_format.py).
 
 A file is linked where the file system can do that, else copied, once: a segment never changes, so one that is there
-already is the same. It appears under its name only when it is whole and on disk.
+already is the same, unless it was damaged. So an object that this process has not put there, or that was written to
+since, is read and compared with its checksums before a cut builds on it, and replaced if it does not hold. What has the
+inode, size and time of a file that was sound costs no read. A file appears under its name only when it is whole and on
+disk.
 """
 
 from __future__ import annotations
@@ -10,15 +13,17 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import threading
 from pathlib import Path
 
 import numpy as np
 
+from embedding_server.errors import SegmentCorrupt
 from embedding_server.failpoints import failpoint
 from embedding_server.segment_builder import SegmentBuilder
 from embedding_server.segment_file import PARTIAL_SUFFIX, sync_fd, sync_folder, write_segment
-from embedding_server.segment_reader import MappedSegment, open_segment
+from embedding_server.segment_reader import MappedSegment, open_segment, stamp_of
 from embedding_server.snapshot_file import corrupt, open_regular
 from embedding_server.snapshot_format import SegmentRecord, segment_digest, segment_object
 
@@ -44,7 +49,7 @@ def put_object(objects: Path, stage: MappedSegment | SegmentBuilder, has_state: 
 
 def _put_file(objects: Path, segment: MappedSegment, has_state: bool) -> tuple[SegmentRecord, int]:
     digest = digest_of(segment)
-    written = link_or_copy(segment.path, objects / segment_object(digest), segment.size_bytes)
+    written = _put_sound(segment, objects / segment_object(digest), digest)
     said = {
         "digest": digest,
         "size_bytes": segment.size_bytes,
@@ -53,6 +58,45 @@ def _put_file(objects: Path, segment: MappedSegment, has_state: bool) -> tuple[S
         "has_state": has_state,
     }
     return SegmentRecord.model_validate(said), written
+
+
+def _put_sound(segment: MappedSegment, target: Path, digest: str) -> int:
+    """Has `target` be a sound file of the segment; bytes copied. SegmentCorrupt if its own file is damaged; OSError."""
+    if _is_sound(segment, target, digest):
+        return 0
+    if not _is_sound(segment, segment.path, digest):
+        raise corrupt(segment.path, "it does not match its checksums any more, so no cut can have it")
+    if not os.path.lexists(target):
+        written = link_or_copy(segment.path, target, segment.size_bytes)
+    else:  # damaged: whatever names it gets the sound one
+        beside = _own_name(target.parent, target.name)
+        written = link_or_copy(segment.path, beside, segment.size_bytes)
+        os.rename(beside, target)
+        sync_folder(target.parent)
+    if written:
+        segment.sound.add(stamp_of(os.lstat(target)))
+    return written
+
+
+def _is_sound(segment: MappedSegment, path: Path, digest: str) -> bool:
+    """Whether a file holds the segment, as far as its stamp tells, else by every byte. False if there is none."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISREG(found.st_mode) or found.st_size != segment.size_bytes:
+        return False
+    if stamp_of(found) not in segment.sound:
+        try:
+            with contextlib.closing(open_segment(path, verify=False)) as mapped:
+                if digest_of(mapped) != digest:
+                    return False
+                for _ in mapped.check_all():
+                    pass
+        except SegmentCorrupt:
+            return False
+        segment.sound.add(stamp_of(found))
+    return True
 
 
 def take_object(objects: Path, record: SegmentRecord, path: Path) -> MappedSegment:
@@ -96,9 +140,8 @@ def digest_of(segment: MappedSegment) -> str:
 
 
 def link_or_copy(source: Path, target: Path, size_bytes: int) -> int:
-    """Has `target` be a file that never changes, of this size: a link, else a copy. Bytes copied; OSError."""
-    if target.is_symlink() or (target.exists() and target.stat().st_size != size_bytes):
-        target.unlink()  # nobody but an accident makes one; a whole one takes its place
+    """Makes `target` the same file, which never changes: a link, else a copy. Bytes copied; OSError. Nothing happens if
+    another shard has made it meanwhile."""
     try:
         failpoint("object.before_link")
         os.link(source, target, follow_symlinks=False)

@@ -33,7 +33,7 @@ from embedding_server.snapshot_format import (
 from embedding_server.snapshot_hot import HotRowsFile
 from embedding_server.snapshot_objects import link_or_copy
 from embedding_server.snapshot_parts import Part
-from embedding_server.snapshot_rows import open_frozen, open_object
+from embedding_server.snapshot_rows import check_object, open_frozen, open_object
 from embedding_server.store import NUM_BUCKETS
 
 #: (table, row_ids int64[n]) -> bool[n]: which rows stay
@@ -107,6 +107,8 @@ class _TableRewrite:
             with closing(open_frozen(self._part, self._number)) as frozen:
                 for _ in frozen.verify():  # what is linked is as sound as what is written
                     pass
+            for segment in record.segments:
+                check_object(self._part.objects, segment, record.spec)
             link_or_copy(self._part.folder / name, self._folder / name, record.frozen.size_bytes)
             return record
         with closing(open_frozen(self._part, self._number)) as frozen:

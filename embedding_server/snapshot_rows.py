@@ -187,6 +187,14 @@ def open_object(objects: Path, segment: SegmentRecord, table: TableSpec) -> Mapp
     return mapped
 
 
+def check_object(objects: Path, segment: SegmentRecord, table: TableSpec) -> int:
+    """Reads all of a segment of a snapshot; its bytes. SegmentCorrupt."""
+    with closing(open_object(objects, segment, table)) as mapped:
+        for _ in mapped.check_all():
+            pass
+        return mapped.size_bytes
+
+
 def _part_table(part: Part, name: str) -> PartTable:
     number = part.number_of(name)
     if number is None:

@@ -432,7 +432,8 @@ class EmbeddingStore(ABC):
         the shards' machines, ROOT/JOB/cut-<step, 12 digits>-<epoch>; segments go to ROOT/JOB/objects. Needs step
         applied and no Pull of step+1 (NotReady otherwise). If one shard cannot begin, the others abandon the cut, and
         the error names it: StoreUnavailable if it cannot write there, InvalidInput if it must not or the folder has a
-        whole snapshot. The same cut may be begun again after an error.
+        whole snapshot. The same cut may be begun again at its step, after an error or once its folder was removed;
+        shards whose part is there have nothing to do then.
 
         parent: the folder of an earlier cut of this epoch, complete on all shards, with no full one begun since then:
         the cut is a delta, which has weights and state of those hot rows alone that changed after the parent, and is of

@@ -137,8 +137,8 @@ def advance(shard: Shard, answers: LastAnswers, paths: SnapshotPaths, request: p
         return _next_slice(answers, request, lambda: _moves_answer(*shard.reselect(who, step, lines)))
     if action == "end_data_pass":
         return _next_slice(answers, request, lambda: _moves_answer(*shard.end_data_pass(who, step)))
-    if action == "begin_cut":
-        return _next_slice(answers, request, lambda: _begin_cut(shard, paths, who, step, request.begin_cut))
+    if action == "begin_cut":  # a shard knows a repeat itself, and begins a cut anew that failed or is gone
+        return _begin_cut(shard, paths, who, step, request.begin_cut)
     if action == "delete_rows":
         return _next_slice(answers, request, lambda: _delete_rows(shard, who, step, request.delete_rows))
     if action == "drop_tables":
@@ -201,9 +201,8 @@ def cut_progress(shard: Shard, request: pb.GetCutProgressRequest) -> pb.GetCutPr
     return progress_message(shard.cut_progress(identity_of(request.caller)))
 
 
-def abandon_cut(shard: Shard, answers: LastAnswers, request: pb.AbandonCutRequest) -> pb.AbandonCutResponse:
+def abandon_cut(shard: Shard, request: pb.AbandonCutRequest) -> pb.AbandonCutResponse:
     shard.abandon_cut(identity_of(request.caller))
-    answers.forget("AdvanceRequest", request.caller.job)  # the same cut may be begun again
     return pb.AbandonCutResponse()
 
 

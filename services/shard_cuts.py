@@ -5,9 +5,10 @@ Thread safety: any thread; nothing is kept here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 
-from embedding_server.errors import FencedEpoch, FrostlineError, StoreUnavailable
+from embedding_server.errors import FencedEpoch, FrostlineError, InvalidInput, StoreUnavailable
 from embedding_server.store import CutProgress, Identity
 from frostline.v1 import embedding_pb2 as pb
 from services.advance_messages import caller_message, progress_of
@@ -17,11 +18,10 @@ from services.sliced_calls import Channels, in_slices, replies_of
 
 def begin_cut(channels: Channels, who: Identity, step: int, folder: str, parent: str | None = None) -> None:
     """As EmbeddingStore.begin_cut: where one shard cannot begin, the others abandon the cut."""
+    folder, base = _text(folder), "" if parent is None else _text(parent)
 
     def request(channel: ShardChannel, number: int) -> pb.AdvanceRequest:
-        cut = pb.BeginCut(
-            folder=folder, shard_index=channel.index, num_shards=len(channels), slice=number, parent=parent or ""
-        )
+        cut = pb.BeginCut(folder=folder, shard_index=channel.index, num_shards=len(channels), slice=number, parent=base)
         return pb.AdvanceRequest(caller=caller_message(who), step=step, begin_cut=cut)
 
     try:
@@ -30,7 +30,7 @@ def begin_cut(channels: Channels, who: Identity, step: int, folder: str, parent:
             if progress.error is not None:
                 raise StoreUnavailable(
                     f"{channel.name}: the cut of step {step} cannot begin in {folder}: {progress.error}; free or repair"
-                    " the disk"
+                    " the disk, or name another folder"
                 )
     except FencedEpoch:
         raise  # this caller can abandon nothing any more, and the new epoch has
@@ -54,7 +54,17 @@ def _abandon(channels: Channels, who: Identity) -> list[bytes | FrostlineError]:
     return call_every("EmbeddingShard/AbandonCut", [(channel, request) for channel in channels])
 
 
+def _text(folder: str | os.PathLike[str]) -> str:
+    """As a message takes it. InvalidInput."""
+    text = os.fspath(folder)
+    if not text or text != text.encode("utf-8", "replace").decode():
+        raise InvalidInput(f"folder {text!r:.200} is no path that a message can carry; name it in valid UTF-8")
+    return text
+
+
 def restore(channels: Channels, who: Identity, folder: str, anew: Collection[str]) -> None:
+    folder = _text(folder)
+
     def request(channel: ShardChannel, number: int) -> pb.RestoreRequest:
         return pb.RestoreRequest(caller=caller_message(who), folder=folder, slice=number, anew=sorted(anew))
 

@@ -204,7 +204,7 @@ class ShardServicer(_Servicer):
 
     @_answered
     def AbandonCut(self, request: pb.AbandonCutRequest, context: grpc.ServicerContext) -> Message:
-        return self._run(context, lambda shard: shard_calls.abandon_cut(shard, self._state.answers, request))
+        return self._run(context, lambda shard: shard_calls.abandon_cut(shard, request))
 
     @_answered
     def Restore(self, request: pb.RestoreRequest, context: grpc.ServicerContext) -> Message:

@@ -24,7 +24,7 @@ from embedding_server.errors import InvalidInput, NotReady
 from embedding_server.kernels.hashing import buckets_of
 from embedding_server.reserved import PAGE_BYTES
 from embedding_server.shard import Shard, ShardGradients
-from embedding_server.snapshot_format import part_folder, read_shard_record
+from embedding_server.snapshot_format import OBJECTS, part_folder, read_shard_record
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
 from embedding_server.store import NUM_BUCKETS, CutProgress, Identity
 from tests.embedding_server.cut_shards import CutShards
@@ -237,15 +237,46 @@ def test_cut_needs_the_barrier_and_a_folder_of_a_cut(tmp_path: Path) -> None:
         with pytest.raises(NotReady, match="has begun no cut"):
             shard.cut_progress(shards.who)
         with pytest.raises(NotReady, match="Advance at step"):
-            shard.begin_cut(shards.who, step + 1, tmp_path / "job" / "cut-000000000006-1", 0, 1)
-        for name in ("cut-6-1", "../cut-000000000006-1", "elsewhere"):
+            shard.begin_cut(shards.who, step + 1, tmp_path / "job" / "cut-000000000005-1", 0, 1)
+        for name in (
+            "cut-5-1", "../cut-000000000005-1", "elsewhere", "cut-000000000004-1", "cut-000000000005-2",
+            "cut-\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0665-1", "\0/cut-000000000005-1",
+        ):  # fmt: skip
             with pytest.raises(InvalidInput, match="must be an absolute path"):
                 shard.begin_cut(shards.who, step, tmp_path / "job" / "x" / name, 0, 1)
         with pytest.raises(InvalidInput, match="must be an absolute path"):
-            shard.begin_cut(shards.who, step, Path("cut-000000000006-1"), 0, 1)
+            shard.begin_cut(shards.who, step, Path("cut-000000000005-1"), 0, 1)
         with pytest.raises(InvalidInput, match="part=1"):
-            shard.begin_cut(shards.who, step, tmp_path / "job" / "cut-000000000006-1", 1, 1)
+            shard.begin_cut(shards.who, step, tmp_path / "job" / "cut-000000000005-1", 1, 1)
         assert not (tmp_path / "job").exists()
+
+
+def test_a_cut_is_not_taken_where_no_restore_would_find_it(tmp_path: Path) -> None:
+    with _plain(tmp_path) as shards:
+        (tmp_path / "elsewhere").mkdir()
+        name = f"cut-{shards.step:012d}-1"
+        for link in (tmp_path / "a" / name, tmp_path / "b" / OBJECTS):
+            link.parent.mkdir()
+            link.symlink_to(tmp_path / "elsewhere")
+            with pytest.raises(InvalidInput, match="is a symbolic link, which no restore follows"):
+                shards.begin_cut(link.parent)
+        assert not any((tmp_path / "elsewhere").iterdir())
+        shards.begin_cut(tmp_path / ("x" * 300))
+        assert "File name too long" in (_finish(shards).error or "")
+
+
+def test_a_cut_that_is_gone_since_is_begun_anew(tmp_path: Path) -> None:
+    """As when its manifest could not be written, and the trainer has removed what there was of it."""
+    with _plain(tmp_path) as shards:
+        first, again = shards.cut(tmp_path / "job"), shards.cut(tmp_path / "job")
+        assert first == again, "a repeat does nothing"
+        shutil.rmtree(first)
+        assert shards.cut(tmp_path / "job") == first
+        assert read_shard_record(first / part_folder(0, 1)).step == shards.step
+        expected, specs = shards.state(), list(shards.specs.values())
+    with CutShards(specs, will_restore=True) as restored:
+        restored.restore(first)
+        assert restored.state() == expected
 
 
 def test_an_advance_waits_for_the_cut_and_a_second_cut_too(tmp_path: Path) -> None:
@@ -412,10 +443,99 @@ def test_objects_outlive_merges_and_the_shard_and_are_written_once(tmp_path: Pat
         assert again.state() == before
 
 
-def test_segments_are_copied_where_links_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+def refuse(*_: object, **__: object) -> None:
+    raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
+
+def _damage(path: Path) -> None:
+    """Flips a bit of a row, where the file lies."""
+    with open(path, "r+b") as file:
+        file.seek(-3000, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path)
+
+
+def _largest_object(folder: Path) -> Path:
+    return max((folder / "job" / OBJECTS).iterdir(), key=lambda path: path.stat().st_size)
+
+
+def _with_a_file(folder: Path) -> CutShards:
+    """A shard with some 4,000 rows frozen, none of them in a buffer."""
+    shards = _plain(folder, num_rows=4000, policy=PolicySpec(kind="idle", idle_steps=1, control_fraction=0.0))
+    shards.tables()[0].segments._small_rows = dict.fromkeys(shards.tables()[0].segments.formats, 0)
+    shards.train(np.arange(9000, 9003, dtype=np.int64))
+    shards.reselect()
+    while shards.shards[0].maintain():
+        pass
+    return shards
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+@pytest.mark.parametrize("how", ["flipped", "cut off", "a link"])
+def test_a_damaged_object_is_replaced_before_a_cut_builds_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_copied: bool, how: str
+) -> None:
+    if is_copied:
+        monkeypatch.setattr(os, "link", refuse)
+    with _with_a_file(tmp_path) as shards:
+        shards.cut(tmp_path / "job")
+        path = _largest_object(tmp_path)
+        sound = path.read_bytes()
+        path.unlink()
+        if how == "a link":
+            (tmp_path / "elsewhere").write_bytes(sound)
+            path.symlink_to(tmp_path / "elsewhere")
+        else:
+            path.write_bytes(sound if how != "cut off" else sound[:-1])  # a file of its own, not the shard's
+            if how != "cut off":
+                _damage(path)
+        shards.train(np.arange(9000, 9003, dtype=np.int64))
+        folder, expected, specs = shards.cut(tmp_path / "job"), shards.state(), list(shards.specs.values())
+        assert path.read_bytes() == sound
+        assert not path.is_symlink()
+        assert not list((tmp_path / "job" / OBJECTS).glob("*.partial"))
+    monkeypatch.undo()
+    with CutShards(specs, will_restore=True) as again:
+        again.restore(folder)
+        assert again.state() == expected
+
+
+def test_a_cut_of_a_segment_file_that_was_damaged_under_the_shard_fails(tmp_path: Path) -> None:
+    with _with_a_file(tmp_path) as shards:
+        folder = shards.cut(tmp_path / "job")
+        path = _largest_object(tmp_path)
+        _damage(path)  # the shard's own file, linked
+        shards.train(np.arange(9000, 9003, dtype=np.int64))
+        again = shards.begin_cut(tmp_path / "job")
+        error = _finish(shards).error or ""
+        assert "does not match its checksums any more" in error and str(tmp_path / "data") in error
+        assert folder.exists() and not again.exists()
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_an_object_that_is_known_to_be_sound_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_copied: bool
+) -> None:
+    if is_copied:
+        monkeypatch.setattr(os, "link", refuse)
+    with _with_a_file(tmp_path) as shards:
+        reads: list[Path] = []
+        real = snapshot_objects.open_segment
+        monkeypatch.setattr(
+            snapshot_objects, "open_segment", lambda path, **options: (reads.append(path), real(path, **options))[1]
+        )
+        for touched in (0, 0, 1, 0):
+            if touched:
+                os.utime(_largest_object(tmp_path), ns=(1, 1))
+            shards.train(np.arange(9000, 9003, dtype=np.int64))
+            shards.cut(tmp_path / "job")
+            assert len(reads) == touched, "one that was written to since is read, once"
+            reads.clear()
+
+
+def test_segments_are_copied_where_links_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "link", refuse)
     with _plain(tmp_path) as shards:
         before, folder = shards.state(), shards.cut(tmp_path / "job")

@@ -280,6 +280,28 @@ def test_only_a_cut_that_was_completed_in_the_epoch_is_a_parent(tmp_path: Path) 
         _refuses(shards, root, last, why)
 
 
+def test_a_parent_that_is_gone_or_begun_anew_is_none(tmp_path: Path) -> None:
+    root = tmp_path / "job"
+    with CutShards([spec_of(OFF)]) as shards:
+        cuts: list[Path] = []
+        for _ in range(3):
+            shards.train(FIRST)
+            cuts.append(shards.cut(root, cuts[-1] if cuts else None))
+        shards.train(FIRST)
+        for gone in (cuts[2], cuts[0]):
+            gone.rename(tmp_path / "aside")
+            _refuses(
+                shards, root, cuts[2], rf"is of no use: .*{gone.name}/shard-0-of-1/shard.json is gone; take a full"
+            )
+            (tmp_path / "aside").rename(gone)
+        cuts.append(shards.cut(root, cuts[2]))
+        shutil.rmtree(cuts[3])
+        shards.begin_cut(root, cuts[2])
+        shards.shards[0].abandon_cut(shards.who)
+        shards.train(FIRST)
+        _refuses(shards, root, cuts[3], "is no earlier cut")
+
+
 def test_a_delta_that_fails_at_any_write_leaves_a_chain_that_goes_on(tmp_path: Path, monkeypatch) -> None:
     root, failures, nth = tmp_path / "job", 0, 0
     with CutShards([spec_of(IDLE)]) as shards:

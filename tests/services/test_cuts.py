@@ -14,6 +14,7 @@ import grpc
 import numpy as np
 import pytest
 
+from embedding_server import failpoints
 from embedding_server.errors import (
     FencedEpoch,
     FrostlineError,
@@ -339,6 +340,53 @@ def test_where_one_shard_cannot_begin_none_has_and_the_error_names_it(connect: C
     assert_same(other, store)
 
 
+def test_a_cut_without_a_manifest_or_that_failed_is_begun_again_at_its_step(connect: Connect, tmp_path: Path) -> None:
+    store = connect(2)
+    who = begin(store)
+    run(store, who, 1, 4)
+    folder = Path(folder_of(tmp_path, who, 4))
+    cut(store, who, 4, tmp_path)
+    shutil.rmtree(folder)  # as the trainer does where the manifest cannot be written
+    cut(store, who, 4, tmp_path)
+    (folder / part_folder(1, 2) / RECORD).unlink()  # of one shard alone
+    cut(store, who, 4, tmp_path)
+    other = connect(1)
+    again = begin(other, will_restore=True)
+    other.restore(again, str(folder))
+    assert_same(other, store)
+
+
+def test_a_shard_that_gave_a_cut_up_begins_it_again_without_being_told_to_abandon_it(
+    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = connect(2)
+    who = begin(store)
+    run(store, who, 1, 4)
+    folder = folder_of(tmp_path, who, 4)
+    fails = failpoints.on_hit(1, failpoints.fail_with(errno.ENOSPC))
+    with failpoints.set_to({"cut.before_record": fails}):
+        store.begin_cut(who, 4, folder)
+        wait_until(lambda: all(part.is_done for part in store.cut_progress(who)))
+    assert sorted(part.error is None for part in store.cut_progress(who)) == [False, True]
+    store.begin_cut(who, 4, folder)
+    assert [part.error for part in wait_for_cut(store, who)] == [None, None]
+
+
+def test_paths_that_no_message_carries_are_refused_before_anything_is_sent(connect: Connect, tmp_path: Path) -> None:
+    store = connect(1)
+    who = begin(store)
+    folder = Path(folder_of(tmp_path, who, 0))
+    for wrong in ("", str(tmp_path / "\udce4" / folder.name)):
+        for call in (
+            lambda wrong=wrong: store.begin_cut(who, 0, wrong),
+            lambda wrong=wrong: store.begin_cut(who, 0, str(folder), wrong),
+            lambda wrong=wrong: store.restore(who, wrong),
+        ):
+            with pytest.raises(InvalidInput, match="is no path that a message can carry"):
+                call()
+    assert not folder.exists()
+
+
 def test_a_whole_snapshot_is_not_replaced(connect: Connect, tmp_path: Path) -> None:
     store = connect(2)
     who = begin(store)
@@ -503,20 +551,6 @@ def test_slices_go_to_the_shards_that_are_not_done_and_are_not_repeated(
     store.restore(who, folder_of(tmp_path, who, 0))
     for call in ("begin_cut", "restore"):
         assert [calls.count((call, part)) for part in range(2)] == [1, 3]
-    # the last answer is remembered until the cut is abandoned
-    abandoned: list[Identity] = []
-    monkeypatch.setattr(Shard, "abandon_cut", lambda shard, who: abandoned.append(who))
-    caller = pb.Caller(job=JOB, epoch=who.epoch)
-    with grpc.insecure_channel(store._channels[0].name.split("(")[1][:-1]) as channel:
-        stub = pb_grpc.EmbeddingShardStub(channel)
-        cut_of_0 = pb.BeginCut(folder=folder_of(tmp_path, who, 0), shard_index=0, num_shards=2)
-        request = pb.AdvanceRequest(caller=caller, step=0, begin_cut=cut_of_0)
-        assert stub.Advance(request).done
-        assert calls.count(("begin_cut", 0)) == 1
-        stub.AbandonCut(pb.AbandonCutRequest(caller=caller))
-        assert abandoned == [who]
-        assert stub.Advance(request).done
-        assert calls.count(("begin_cut", 0)) == 2
 
 
 def test_the_others_abandon_what_one_shard_cannot_begin_whatever_the_reason(

@@ -170,7 +170,7 @@ class ShardNode:
             case pb.GetCutProgressRequest():
                 return shard_calls.cut_progress(checked, request)  # type: ignore[arg-type]
             case pb.AbandonCutRequest():
-                return shard_calls.abandon_cut(checked, answers, request)  # type: ignore[arg-type]
+                return shard_calls.abandon_cut(checked, request)  # type: ignore[arg-type]
             case pb.RestoreRequest():
                 return shard_calls.restore(checked, answers, paths, request)  # type: ignore[arg-type]
         raise AssertionError(f"no request: {request}")

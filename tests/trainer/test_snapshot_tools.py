@@ -20,7 +20,14 @@ from embedding_server.inproc import InprocStore
 from embedding_server.segment_file import SegmentArrays, SegmentFormat, write_segment
 from embedding_server.segment_reader import open_segment
 from embedding_server.snapshot_check import Findings, check_part
-from embedding_server.snapshot_format import MANIFEST, OBJECTS, part_folder, read_sealed_json, write_sealed_json
+from embedding_server.snapshot_format import (
+    MANIFEST,
+    OBJECTS,
+    part_folder,
+    read_sealed_json,
+    segment_object,
+    write_sealed_json,
+)
 from embedding_server.snapshot_parts import read_parts
 from embedding_server.snapshot_rows import TableRows
 from embedding_server.store import FOUND, Identity
@@ -406,6 +413,12 @@ def test_what_cannot_be_compacted_is_refused_and_nothing_is_left(delta):
     path.write_bytes(good[:5000] + bytes([good[5000] ^ 1]) + good[5001:])
     refused(delta, SegmentCorrupt, str(path))
     path.unlink()
+    refused(delta, SegmentCorrupt, str(path))
+    path.write_bytes(good)
+    digest = next(table.segments[0].digest for table in read_parts(delta)[0].record.tables if table.segments)
+    path = folder / OBJECTS / segment_object(digest)  # which the new one would need as it is
+    good = path.read_bytes()
+    path.write_bytes(good[:-2000] + bytes([good[-2000] ^ 1]) + good[-1999:])
     refused(delta, SegmentCorrupt, str(path))
 
 
