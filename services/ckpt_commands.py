@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +21,7 @@ from rich.table import Table
 from services.command_options import JsonOption, errors_to_exit_status, wide_console
 
 if TYPE_CHECKING:
+    from embedding_server.snapshot_erasure import Erased
     from trainer.snapshot_gc import Removal
     from trainer.snapshot_list import JobFigures
 
@@ -44,15 +45,20 @@ class Optimizer(StrEnum):
 
 
 @contextmanager
-def _errors_to_exit_status(console: Console) -> Iterator[None]:
-    """As errors_to_exit_status; and what the file system refuses (a full disk, no permission) is no bug of ours."""
+def _errors_to_exit_status(console: Console, place: Path) -> Iterator[None]:
+    """As errors_to_exit_status; and what the file system refuses (a full disk, no permission) is no bug of ours.
+    place: what the command reads or writes, for errors of the file system that name no file."""
     from embedding_server.errors import FrostlineError
 
     with errors_to_exit_status(console):
         try:
             yield
         except OSError as error:
-            raise FrostlineError(str(error)) from error
+            raise FrostlineError(_text_of(error, place)) from error
+
+
+def _text_of(error: Exception, place: Path) -> str:
+    return f"{place}: {error}" if isinstance(error, OSError) and error.filename is None else str(error)
 
 
 Uri = Annotated[Path, typer.Argument(metavar="URI", help="snapshots.uri of jobs, or the folder of one job in it.")]
@@ -64,7 +70,7 @@ SnapshotArgument = Annotated[
 @app.command("ls")
 def list_(uri: Uri, as_json: JsonOption = False) -> None:
     """Lists jobs and their snapshots: step, epoch, rows, bytes, and whether they are complete."""
-    with _errors_to_exit_status(Console(stderr=True)):
+    with _errors_to_exit_status(Console(stderr=True), uri):
         from trainer.snapshot_list import list_jobs
 
         jobs = list_jobs(uri)
@@ -105,7 +111,7 @@ def _print_job(console: Console, job: JobFigures) -> None:
 def verify(snapshot: SnapshotArgument, as_json: JsonOption = False) -> None:
     """Reads every byte of a snapshot and checks it. Exit status 0: it is sound; 1: damaged; 2: there is none."""
     console = Console(stderr=as_json)
-    with _errors_to_exit_status(console):
+    with _errors_to_exit_status(console, snapshot):
         from trainer.snapshot_list import find_cut
         from trainer.snapshot_list import verify as check
         from trainer.snapshot_lock import in_use
@@ -153,31 +159,48 @@ def gc(
     a snapshot stays that may still hold some of the rows.
     """
     console = Console(stderr=as_json)
-    with _errors_to_exit_status(console):
-        from embedding_server.errors import InvalidInput
+    with _errors_to_exit_status(console, uri):
         from trainer.row_id_files import read_erasures
-        from trainer.snapshot_erase import collect_and_erase
-        from trainer.snapshot_gc import collect
+        from trainer.snapshot_erase import check_tables
         from trainer.snapshot_list import job_folders
 
-        erased = read_erasures(erase or [])
-        removals: list[Removal] = []
-        refusals: list[str] = []
-        for folder in job_folders(uri):
-            try:
-                if erase:
-                    removals.append(collect_and_erase(folder, keep, min_age_s, erased, dry_run=dry_run))
-                else:
-                    removals.append(collect(folder, keep, min_age_s, dry_run=dry_run))
-            except InvalidInput as error:
-                refusals.append(str(error))
+        erased, folders = read_erasures(erase or []), job_folders(uri)
+        check_tables(uri, folders, erased)
+    outcomes = [_collect(folder, keep, min_age_s, erased, dry_run=dry_run) for folder in folders]
+    removals = [outcome for outcome in outcomes if not isinstance(outcome, _Failure)]
+    failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
+    if not folders:
+        _say(console, f"{uri}: no snapshots")
     for removal in removals:
         _print_removal(console, removal, dry_run=dry_run)
-    for refusal in refusals:
-        _say(console, f"left alone: {refusal}")
+    for failure in failures:
+        _say(console, f"{'left alone' if failure.is_untouched else 'failed'}: {failure.text}")
     if as_json:
-        print(json.dumps({"jobs": [asdict(removal) for removal in removals], "left_alone": refusals}))
-    raise typer.Exit(1 if refusals or any(removal.unerased for removal in removals) else 0)
+        texts = {kind: [f.text for f in failures if f.is_untouched == kind] for kind in (True, False)}
+        result = {"jobs": [asdict(removal) for removal in removals], "left_alone": texts[True], "failed": texts[False]}
+        print(json.dumps(result))
+    raise typer.Exit(1 if failures or any(removal.unerased for removal in removals) else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Of one job's folder; the others are looked after all the same."""
+
+    text: str
+    is_untouched: bool
+
+
+def _collect(folder: Path, keep: int, min_age_s: float, erased: Erased, *, dry_run: bool) -> Removal | _Failure:
+    from embedding_server.errors import FrostlineError, InvalidInput
+    from trainer.snapshot_erase import collect_and_erase
+    from trainer.snapshot_gc import collect
+
+    try:
+        if erased:
+            return collect_and_erase(folder, keep, min_age_s, erased, dry_run=dry_run)
+        return collect(folder, keep, min_age_s, dry_run=dry_run)
+    except (FrostlineError, OSError) as error:
+        return _Failure(_text_of(error, folder), isinstance(error, InvalidInput))
 
 
 def _print_removal(console: Console, removal: Removal, *, dry_run: bool) -> None:
@@ -203,7 +226,7 @@ def compact(snapshot: SnapshotArgument, as_json: JsonOption = False) -> None:
     It must be the newest of its job. The others stay; `ckpt gc` removes them.
     """
     console = Console(stderr=as_json)
-    with _errors_to_exit_status(console):
+    with _errors_to_exit_status(console, snapshot):
         from trainer.snapshot_compact import compact as write
         from trainer.snapshot_list import find_cut
 
@@ -240,7 +263,7 @@ def export_(
 ) -> None:
     """Writes a table of a snapshot as one file, rows as look-ups give them."""
     console = Console(stderr=as_json)
-    with _errors_to_exit_status(console):
+    with _errors_to_exit_status(console, out):
         from trainer.export import export_table, export_torchrec
         from trainer.snapshot_list import find_cut, open_snapshot
         from trainer.snapshot_lock import in_use
@@ -304,7 +327,7 @@ def import_(
     Everything is checked before anything is written.
     """
     console = Console(stderr=as_json)
-    with _errors_to_exit_status(console):
+    with _errors_to_exit_status(console, snapshot_uri):
         from embedding_server.spec import OptimizerSpec
         from trainer.import_tables import ImportRequest, import_tables
 

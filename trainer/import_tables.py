@@ -99,7 +99,9 @@ def _new_table(table: TableFile, request: ImportRequest) -> NewTable:
     try:
         spec = TableSpec(name=table.table, dim=table.dim, optimizer=request.optimizer_of(table.table))
     except ValidationError as error:
-        raise InvalidInput(f"{table.where}: {error.errors(include_url=False)[0]['msg']}") from None
+        what = error.errors(include_url=False)[0]
+        field = "".join(f"{name}: " for name in what["loc"])
+        raise InvalidInput(f"{table.where}: table {table.table!r:.300}: {field}{what['msg']}") from None
     return NewTable(spec, check_table(table, spec), table)
 
 

@@ -41,7 +41,9 @@ def _row_ids(path: Path) -> Iterator[np.ndarray]:
 def _from_numpy(path: Path) -> Iterator[np.ndarray]:
     try:
         array = np.lib.format.open_memmap(path, mode="r")  # it takes no array of Python objects
-    except (ValueError, EOFError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # a header can make NumPy fail in more ways than it says
         raise InvalidInput(f"{path}: is no NumPy file of numbers ({error}); save an int64 array") from None
     if array.ndim != 1 or array.dtype != np.int64:
         raise InvalidInput(f"{path}: has {array.dtype}{list(array.shape)}; row_ids are int64[n]")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embedding_server.errors import FrostlineError, SegmentCorrupt
+from embedding_server.errors import FrostlineError, InvalidInput, SegmentCorrupt
 from embedding_server.segment_file import sync_folder
 from embedding_server.snapshot_erasure import Erased, SegmentsWithout, holds_any
 from embedding_server.snapshot_objects import link_or_copy
@@ -30,8 +30,11 @@ from trainer.snapshot_lock import alone_in
 from trainer.snapshots import (
     DENSE_FILE,
     CutName,
+    cuts_in,
     is_complete,
     read_dense_file,
+    read_manifest,
+    read_records,
     remove_cut,
     shard_entries,
     write_manifest,
@@ -42,6 +45,26 @@ _BUILT, _OLD = "erasing-", "erased-"
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def check_tables(uri: Path, folders: Sequence[Path], erased: Erased) -> None:
+    """InvalidInput if a table is in no snapshot of these folders of jobs: its name, or the URI, is another than was
+    meant, and nothing would be erased. What cannot be read tells nothing: it is told of later."""
+    known: set[str] = set()
+    for folder in folders:
+        for name in cuts_in(folder):
+            cut = folder / name.folder
+            try:
+                if is_complete(cut):
+                    known.update(t.spec.name for record in read_records(cut, read_manifest(cut)) for t in record.tables)
+            except SegmentCorrupt:
+                return
+    for table in erased:
+        if table not in known:
+            raise InvalidInput(
+                f"--erase: no snapshot in {uri} has a table {table!r:.300} (tables:"
+                f" {', '.join(sorted(known)) or 'none'}); check name and URI, nothing was changed"
+            )
 
 
 def collect_and_erase(folder: Path, keep: int, min_age_s: float, erased: Erased, *, dry_run: bool = False) -> Removal:

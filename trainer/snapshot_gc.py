@@ -85,7 +85,7 @@ def unused_objects(folder: Path, kept: Sequence[CutName]) -> list[Path] | None:
     except SegmentCorrupt:
         return None
     found = list((folder / OBJECTS).glob("*.segment")) + list((folder / OBJECTS).glob(f"*{PARTIAL_SUFFIX}"))
-    return sorted(path for path in found if path.name not in used)
+    return sorted(path for path in found if path.name not in used and (path.is_symlink() or not path.is_dir()))
 
 
 # By hand: `frostline ckpt gc` -----------------------------------------------------------------------------------------

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,7 @@ from typer.testing import CliRunner
 from services.cli import app
 from services.shard_client import RemoteStore
 from tests.trainer.trained_snapshots import make_snapshot
+from trainer import snapshot_gc
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -111,6 +115,62 @@ def test_gc_says_what_it_did_and_what_it_left_alone(runner, cut):
     assert result.exit_code == 0
     assert json.loads(result.stdout)["jobs"][0]["removed"] == []
     assert runner.invoke(app, ["ckpt", "gc", str(cut.parent.parent), "--keep", "0"]).exit_code == 2
+
+
+def test_an_erasure_of_a_table_or_at_a_place_without_snapshots_is_an_error(runner, cut, tmp_path):
+    """Somebody asked for rows to be gone: a slip of the pen must not pass for that."""
+    (tmp_path / "ids").write_text("5\n")
+    (tmp_path / "empty").mkdir()
+    before = sorted(cut.parent.rglob("*"))
+    for place, table, what in (
+        (cut.parent.parent, "itme", "no snapshot in .* has a table 'itme' .*'?half, item"),
+        (cut.parent, "itme", "has a table 'itme'"),
+        (cut, "item", "no snapshot in .* has a table 'item' .tables: none"),
+        (tmp_path / "empty", "item", "has a table 'item' .tables: none"),
+    ):
+        words = ["ckpt", "gc", str(place), "--keep", "1", "--erase"]
+        result = runner.invoke(app, [*words, f"{table}:{tmp_path / 'ids'}"])
+        assert result.exit_code == 2 and re.search(what, result.stderr), result.output
+        assert "nothing was changed" in result.stderr
+    result = runner.invoke(app, ["ckpt", "gc", str(tmp_path / "empty"), "--keep", "1"])
+    assert result.exit_code == 0 and "no snapshots" in result.stdout
+    assert set(cut.parent.rglob("*")) <= {*before, cut.parent / "in-use.lock"}
+
+
+def test_gc_goes_on_with_the_other_jobs_where_one_fails(runner, cut, monkeypatch):
+    uri = cut.parent.parent
+    for name in ("a", "z"):
+        shutil.copytree(cut.parent, uri / name)
+    real = snapshot_gc.remove_cut
+
+    def remove(path: Path) -> None:
+        if path.parent == cut.parent:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(path)
+
+    monkeypatch.setattr(snapshot_gc, "remove_cut", remove)
+    for folder in (uri / "a", cut.parent, uri / "z"):
+        assert runner.invoke(app, ["ckpt", "compact", str(folder)]).exit_code == 0
+    (uri / "a" / "objects" / "foreign.segment").mkdir()
+    result = runner.invoke(app, ["ckpt", "gc", str(uri), "--keep", "1", "--json"])
+    document = json.loads(result.stdout)
+    assert result.exit_code == 1 and document["left_alone"] == []
+    assert document["failed"] == [f"{cut.parent}: [Errno {errno.EIO}] Input/output error"]
+    assert [len(job["removed"]) for job in document["jobs"]] == [3, 3]
+    assert f"failed: {cut.parent}: " in result.stderr
+    assert (uri / "a" / "objects" / "foreign.segment").is_dir()
+
+
+def test_an_error_of_the_disk_names_the_file(runner, cut, tmp_path, monkeypatch):
+    def fail(fd: int, *_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = tmp_path / "out"
+    for name in ("posix_fallocate", "ftruncate", "write", "pwrite"):
+        monkeypatch.setattr(os, name, fail)
+    result = runner.invoke(app, ["ckpt", "export", str(cut), str(out), "--table", "item", "--format", "safetensors"])
+    assert result.exit_code == 1 and result.stderr.startswith(f"error: {out}: [Errno 28] No space left"), result.output
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_options_that_do_not_belong_together_are_refused(runner, cut, tmp_path):
