@@ -7,9 +7,10 @@ imports neither torch nor numba.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 MAX_ERRORS_SHOWN = 20
 
@@ -18,6 +19,22 @@ class Section(BaseModel):
     """A part of a job: immutable, without unknown keys, without nan or infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_truth_value_for_a_number(cls, raw: Any) -> Any:
+        for name, field in cls.model_fields.items() if isinstance(raw, Mapping) else ():
+            if isinstance(raw.get(name), bool) and _is_number(field.annotation):
+                raise ValueError(
+                    f"{name}={raw[name]} is a truth value, as YAML reads yes, no, on and off; write a number"
+                )
+        return raw
+
+
+def _is_number(annotation: Any) -> bool:
+    """int, float, a size, or one of them or None; not bool."""
+    types = [part for part in get_args(annotation) or (annotation,) if isinstance(part, type)]
+    return bool not in types and any(issubclass(part, int | float) for part in types)
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:

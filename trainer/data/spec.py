@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from trainer.section import Section, did_you_mean
 
@@ -13,8 +13,24 @@ Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 MAX_FEATURES = 1024
 
+
+def _checked_path(value: Any) -> Any:
+    if isinstance(value, Path):
+        return value
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise ValueError(f"{value!r:.80} is no path; write one, in quotes where YAML reads it otherwise")
+    return value
+
+
+def _absolute(path: Path) -> Path:
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as error:  # ~somebody
+        raise ValueError(f"{str(path)!r:.80}: {error}; write the path without '~'") from None
+
+
 #: relative paths are made absolute against the directory of the command, because Ray workers run elsewhere
-AbsolutePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
+AbsolutePath = Annotated[Path, BeforeValidator(_checked_path), AfterValidator(_absolute)]
 
 
 class _Data(Section):
