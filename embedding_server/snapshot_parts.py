@@ -67,6 +67,8 @@ class Part:
 
 def read_parts(folder: Path) -> list[Part]:
     """All parts of a cut, in order. InvalidInput or SegmentCorrupt unless they are whole and of one cut; OSError."""
+    if "\0" in str(folder):
+        raise InvalidInput(f"restore from {str(folder)!r:.300}: no path has a NUL; name the folder of one cut")
     if folder.is_symlink():
         raise corrupt(folder, "is a symbolic link")
     matches = (_PART.fullmatch(path.name) for path in folder.iterdir())

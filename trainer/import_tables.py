@@ -27,6 +27,7 @@ from trainer.snapshots import (
     Manifest,
     cuts_in,
     frostline_version,
+    is_complete,
     job_folder,
     now_text,
     remove_cut,
@@ -115,10 +116,13 @@ def _empty_job(folder: Path) -> Iterator[Path]:
         raise InvalidInput(f"{folder}: {error.strerror}; name a --snapshot-uri that this machine can write") from None
     try:
         with alone_in(folder):
+            own = folder / CutName(_EPOCH, 0).folder
+            if not is_complete(own):
+                remove_cut(own)  # of an import that was killed: no training takes a cut at step 0
             if cuts_in(folder):
                 raise InvalidInput(
-                    f"{folder} has snapshots of this job already, and `train --resume` would go on from one or the"
-                    " other; name another --job, or remove that folder"
+                    f"{folder} has snapshots of this job already, or what is left of some, and `train --resume` would"
+                    " go on from one or the other; name another --job, or remove that folder"
                 )
             yield folder
     except BaseException:

@@ -385,6 +385,12 @@ def test_paths_that_no_message_carries_are_refused_before_anything_is_sent(conne
             with pytest.raises(InvalidInput, match="is no path that a message can carry"):
                 call()
     assert not folder.exists()
+    local = InprocStore(memory_limit_bytes=64 << 20)
+    local.create_tables(SPECS)
+    again = begin(local, will_restore=True)
+    with pytest.raises(InvalidInput, match="no path has a NUL"):
+        local.restore(again, f"/a\0b/{folder.name}")
+    local.close()
 
 
 def test_a_whole_snapshot_is_not_replaced(connect: Connect, tmp_path: Path) -> None:

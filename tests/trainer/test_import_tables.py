@@ -251,6 +251,20 @@ def test_a_job_with_snapshots_or_in_use_is_left_alone(table_file, tmp_path):
     assert len(list_jobs(uri)[0].snapshots) == 1
 
 
+def test_what_a_killed_import_left_is_in_no_ones_way_but_that_of_others_stays(table_file, tmp_path):
+    folder = job_folder(tmp_path / "uri", "j")
+    left = folder / "cut-000000000000-1" / "shard-0-of-1"
+    left.mkdir(parents=True)
+    (left / "table-0-hot.safetensors.partial").write_text("x")
+    imported = run([table_file], "safetensors", tmp_path / "uri")
+    assert verify(Path(imported.path)).messages == [] and not list(folder.rglob("*.partial"))
+    other = job_folder(tmp_path / "other", "j") / "cut-000000000007-1"  # perhaps a shard still writes there
+    other.mkdir(parents=True)
+    with pytest.raises(InvalidInput, match="or what is left of some"):
+        run([table_file], "safetensors", tmp_path / "other")
+    assert other.exists()
+
+
 @pytest.mark.parametrize("kind", ["safetensors", "parquet", "torchrec"])
 def test_a_table_without_rows_goes_there_and_back(tmp_path, kind: str):
     """One that no sample has named yet is as good as another."""
