@@ -126,9 +126,8 @@ class Index:
 
     def grow_to(self, rows: int, buckets: np.ndarray) -> None:
         """Room for so many rows in each of buckets int64[b], so that they are not moved as often as rows arrive."""
-        for bucket in buckets.tolist():
-            if self._capacities[bucket] * _MAX_LOAD < rows:
-                self._resize(bucket, rows)
+        for bucket in buckets[self._capacities[buckets] * _MAX_LOAD < rows].tolist():
+            self._resize(bucket, rows)
 
     def clear(self, first_bucket: int, last_bucket: int) -> None:
         """Buckets [first, last) lose all entries and their memory. Invalidates their entry addresses."""

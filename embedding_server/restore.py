@@ -75,7 +75,7 @@ class Restore:
         anew: tables of the job that begin empty if the snapshot has none of their name."""
         self.folder, self.anew = folder, frozenset(anew)
         self._job, self._tables, self._buckets, self._renew, self._on_event = job, tables, buckets, renew, on_event
-        self._emptied: list[str] = []
+        self._unclean: list[str] = []  # tables that may be half made, or hold some rows
         self._work = self._run()
 
     def advance(self) -> bool:
@@ -99,9 +99,9 @@ class Restore:
     def abandon(self) -> None:
         """Ends it where it stands: the tables are empty afterwards."""
         self._work.close()
-        for name in self._emptied:
+        for name in self._unclean:
             self._renew(name)
-        self._emptied = []
+        self._unclean = []
 
     def _run(self) -> Generator[None, None, None]:
         failpoint("restore.parts")
@@ -112,17 +112,19 @@ class Restore:
         for name in self.anew - set(_names(parts)):
             self._renew(name)
         for name in _names(parts):  # all at once: a failure must not leave some with rows of before
-            self._emptied.append(name)
+            self._unclean = [name]
             self._renew(name)
+            self._unclean = []
             yield
-        for name in self._emptied:
+        for name in _names(parts):
+            self._unclean.append(name)
             table = self._tables[name]
             table.job = self._job.steps.job
             table.move_origin_of_heat(step)
             yield from _TableRestore(table, parts, self._buckets, step, self._on_event).run()
         failpoint("restore.end")
         self._job.steps.end_restore(step)
-        self._emptied = []
+        self._unclean = []
 
     def _check(self, parts: list[Part]) -> None:
         """InvalidInput lists everything that differs and must not."""

@@ -78,8 +78,12 @@ def header_bytes(columns: Sequence[Column]) -> bytes:
 
 
 def file_size(columns: Sequence[Column]) -> int:
-    blocks = sum(column.num_blocks for column in columns)
-    return len(header_bytes(columns)) + sum(column.size_bytes for column in columns) + 4 * blocks
+    return len(header_bytes(columns)) + _data_bytes(columns)
+
+
+def _data_bytes(columns: Sequence[Column]) -> int:
+    """Of what follows the header."""
+    return sum(column.size_bytes + 4 * column.num_blocks for column in columns)
 
 
 def open_regular(path: Path) -> int:
@@ -280,12 +284,12 @@ class ColumnReader:
 
     def _check(self, columns: Sequence[Column], size_bytes: int, crc: int) -> np.ndarray:
         assert self._fd is not None
-        expected, size = file_size(columns), os.fstat(self._fd).st_size
+        header = header_bytes(columns)
+        expected, size = len(header) + _data_bytes(columns), os.fstat(self._fd).st_size
         if expected != size_bytes:
             raise corrupt(self.path, f"should have {size_bytes} bytes, but its columns take {expected}")
         if size != size_bytes:
             raise corrupt(self.path, f"has {size} bytes, not {size_bytes}")
-        header = header_bytes(columns)
         if self._read(0, len(header)) != header:
             raise corrupt(self.path, "its header is not that of its columns")
         offset, block = len(header), 0
