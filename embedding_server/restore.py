@@ -42,7 +42,7 @@ from embedding_server.snapshot_format import (
 )
 from embedding_server.snapshot_hot import HotChunk, HotRowsFile, bucket_ranges
 from embedding_server.snapshot_objects import take_object
-from embedding_server.snapshot_parts import Part, read_parts
+from embedding_server.snapshot_parts import Part, read_parts, tables_in
 from embedding_server.spec import TableSpec
 from embedding_server.store import NUM_BUCKETS
 from embedding_server.table_cut import COUNTERS
@@ -171,7 +171,7 @@ class Restore:
 
 
 def _names(parts: list[Part]) -> list[str]:
-    return list({table.spec.name: None for part in parts for table in part.record.tables})
+    return tables_in([part.record for part in parts])
 
 
 class _TableRestore:

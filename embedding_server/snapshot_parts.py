@@ -9,7 +9,7 @@ the delta says. So a chain cannot have a circle, and nothing of another training
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +63,31 @@ class Part:
     def table(self, name: str) -> TableRecord | None:
         number = self.number_of(name)
         return None if number is None else self.record.tables[number]
+
+
+def tables_in(records: Sequence[ShardRecord]) -> list[str]:
+    """Names of the tables of a cut, by what its shards say. A table that one shard lacks and no shard has a row of is
+    none: somebody created it on some shards, and a failure kept him from the others."""
+    found: dict[str, list[TableRecord]] = {}
+    for record in records:
+        for table in record.tables:
+            found.setdefault(table.spec.name, []).append(table)
+    return [name for name, tables in found.items() if len(tables) == len(records) or any(map(_has_rows, tables))]
+
+
+def check_tables(cut: Path, records: Sequence[ShardRecord]) -> None:
+    """InvalidInput if one shard lacks a table that others have rows of: no shard could be restored from the cut."""
+    for name in tables_in(records):
+        lacking = [record.part for record in records if all(table.spec.name != name for table in record.tables)]
+        if lacking:
+            raise InvalidInput(
+                f"{cut}: table {name!r} has rows, and is missing on shards {lacking}: a drop has failed on the others;"
+                " drop it again, then take another cut"
+            )
+
+
+def _has_rows(table: TableRecord) -> bool:
+    return bool(table.rows_hot or table.rows_initial or table.rows_waiting or table.segments)
 
 
 def read_parts(folder: Path) -> list[Part]:

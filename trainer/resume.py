@@ -20,6 +20,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from embedding_server.errors import InvalidInput
 from embedding_server.snapshot_format import ShardRecord
+from embedding_server.snapshot_parts import tables_in
 from embedding_server.store import EmbeddingStore, EpochInfo, Identity
 from trainer.data.batch import Reader
 from trainer.dense_state import DenseState, read_dense, restore, restore_rng
@@ -77,9 +78,10 @@ def read_snapshot(cut: Path) -> Snapshot:
 
 
 def _tables(records: list[ShardRecord]) -> dict[str, SavedTable]:
-    """By name; every shard has every table."""
+    """By name."""
     tables: dict[str, SavedTable] = {}
-    for table in (table for record in records for table in record.tables):
+    names = tables_in(records)
+    for table in (table for record in records for table in record.tables if table.spec.name in names):
         known = tables.get(table.spec.name)
         has_initial_rows = table.rows_initial > 0 or (known is not None and known.has_initial_rows)
         tables[table.spec.name] = SavedTable(table.spec, has_initial_rows)

@@ -51,6 +51,7 @@ from embedding_server.snapshot_format import (
     segment_object,
     write_sealed_json,
 )
+from embedding_server.snapshot_parts import check_tables
 from embedding_server.store import MAX_SEQUENCE, UpdateMode
 from trainer.tensor_file import TensorFile
 
@@ -283,8 +284,10 @@ def _opened(path: Path, size_bytes: int | None) -> Iterator[IO[bytes]]:
 
 
 def shard_entries(cut: Path, num_shards: int) -> list[ShardEntry]:
-    """What the shards have left in a cut. SegmentCorrupt if the part of one is missing."""
-    found = [_read(record_path(cut, part, num_shards)) for part in range(num_shards)]
+    """What the shards have left in a cut. SegmentCorrupt if the part of one is missing, InvalidInput if a table is."""
+    paths = [record_path(cut, part, num_shards) for part in range(num_shards)]
+    found = [_read(path) for path in paths]
+    check_tables(cut, [read_shard_record(path.parent) for path in paths])
     return [ShardEntry(part=part, size_bytes=len(data), crc32=crc32(data)) for part, data in enumerate(found)]
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from embedding_server import heat, segments, table_cut
 from embedding_server.errors import FrostlineError, InvalidInput, NotReady, Overloaded, SegmentCorrupt
 from embedding_server.snapshot_format import read_shard_record, write_sealed_json
+from embedding_server.snapshot_parts import check_tables, read_parts, tables_in
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
 from tests.embedding_server.cut_shards import CutShards
 
@@ -177,6 +178,32 @@ def test_everything_that_does_not_fit_is_listed_at_once(tmp_path: Path) -> None:
     moved = _specs(folder)[0].model_copy(update={"seed": 7})
     with pytest.raises(InvalidInput, match="seed, init_min, init_max"):
         _restored(folder, [moved])
+
+
+def test_tables_that_some_shards_have_alone(tmp_path: Path) -> None:
+    """A table is created, or dropped, on one shard, and then a failure keeps whoever does it from the others."""
+    old, new = spec_of(name="old"), spec_of(name="new")
+    with CutShards([old], 2) as shards:
+        shards.shards[0].create_tables([new])
+        shards.train(np.arange(40))
+        created, at_created = shards.cut(tmp_path / "job"), shards.state()
+        shards.shards[1].create_tables([new])
+        shards.specs["new"] = new
+        shards.train(np.arange(20, 60))
+        while not shards.shards[1].drop_tables(shards.who, shards.step, ["new"]):
+            pass
+        dropped = shards.cut(tmp_path / "job")
+    for cut, is_torn in ((created, False), (dropped, True)):
+        records = [part.record for part in read_parts(cut)]
+        if is_torn:
+            with pytest.raises(InvalidInput, match=r"table 'new' has rows, and is missing on shards \[1\]"):
+                check_tables(cut, records)
+        else:
+            check_tables(cut, records)
+        assert tables_in(records) == ["old", "new"][: 1 + is_torn]
+    with CutShards([old], 3, will_restore=True) as shards:
+        shards.restore(created)
+        assert shards.state() == at_created
 
 
 def test_tables_that_were_added_or_dropped_after_a_cut(tmp_path: Path) -> None:
