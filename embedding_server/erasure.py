@@ -23,6 +23,7 @@ import numpy as np
 
 from embedding_server import compaction
 from embedding_server.errors import InvalidInput
+from embedding_server.failpoints import failpoint
 from embedding_server.forgetting import let_go
 from embedding_server.index import FROZEN_BIT
 from embedding_server.kernels.hashing import buckets_of
@@ -56,6 +57,7 @@ class Erasures:
             row_ids = np.unique(row_ids)
             erased[name] = _erase(table, row_ids[self._buckets[buckets_of(row_ids, NUM_BUCKETS)]])
             collected.setdefault(name, (table, ErasedIds()))[1].add(row_ids)
+            failpoint("erasure.rows")
         if is_last:
             self.end(job)
         return erased
@@ -63,6 +65,7 @@ class Erasures:
     def end(self, job: str) -> None:
         """No more chunks come: all are here, or a new epoch has begun."""
         for table, row_ids in self._collected.pop(job, {}).values():
+            failpoint("erasure.segments")
             table.segments.erase(row_ids)
             compaction.begin_anyway(table)
             table.record_memory()

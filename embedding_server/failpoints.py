@@ -1,4 +1,5 @@
-"""Failpoints: named places in cut, commit, merge, re-selection and restore code where a test makes something go wrong.
+"""Failpoints: named places in cut, commit, merge, re-selection, restore and deletion code where a test makes something
+go wrong.
 
     failpoint("cut.before_record")               one line in the code; off, it is a look at an empty dictionary
     with failpoints.set_to({name: action}): ...  in process; an action is called at each hit
@@ -70,6 +71,12 @@ MEMORY = {
     "reselection.table": "a pass comes to the next table",
     "reselection.slice": "a slice of a pass is done",
     "restore.end": "all rows are there, the job's steps are not",
+    "erasure.rows": "row_ids of a chunk are out of a table's index, their bytes are still in its segments",
+    "erasure.segments": "all chunks are here, the segments of a table do not know of them",
+    "erasure.before_replace": "a segment file is written again without erased rows, the old one has its place",
+    "drop.begin": "tables are out of the shard, their memory and files are still there",
+    "drop.before_files": "the memory of a dropped table is gone, its files are not",
+    "drop.before_leftovers": "its segments are gone, files that nobody knows of are not",
 }
 NAMES = frozenset(DISK) | frozenset(MEMORY)
 

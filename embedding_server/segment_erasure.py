@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from embedding_server.errors import SegmentCorrupt
+from embedding_server.failpoints import failpoint
 from embedding_server.index import Index
 from embedding_server.kernels.hashing import buckets_of
 from embedding_server.segment_builder import SegmentBuilder
@@ -262,6 +263,7 @@ class SegmentErasure:
                 self._discard(new.path)
             return
         if new is not None:
+            failpoint("erasure.before_replace")
             self._replace(work.slot, new)
         left = self._pending[work.slot][work.num_sets :]
         if left:

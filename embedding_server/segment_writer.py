@@ -23,6 +23,11 @@ from embedding_server.segment_reader import MappedSegment, open_segment
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 
 
+def segment_prefix(table: str) -> str:
+    """What names of the table's files begin with. Any text may name a table; its digest makes a file name of it."""
+    return f"segment-{hashlib.blake2b(table.encode(), digest_size=6).hexdigest()}"
+
+
 @dataclass(slots=True)
 class _Write:
     """A segment file being written."""
@@ -54,8 +59,7 @@ class SegmentWriter:
         self._executor = executor
         self._on_event = on_event
         self._clock = clock
-        # Any text may name a table; its digest makes a file name of it.
-        self._prefix = f"segment-{hashlib.blake2b(table.encode(), digest_size=6).hexdigest()}"
+        self._prefix = segment_prefix(table)
         self._next_file = 0
         self._waiting: deque[SegmentBuilder] = deque()
         self._write: _Write | None = None

@@ -32,6 +32,7 @@ from embedding_server.cut import Cut, CutRequest, Parents, check_parent
 from embedding_server.data_folder import DataFolder
 from embedding_server.erasure import Erasures, check_num_ids
 from embedding_server.errors import InvalidInput, NotReady
+from embedding_server.failpoints import failpoint
 from embedding_server.gradients import ShardGradients
 from embedding_server.heap import release_free_heap
 from embedding_server.hot_limit import give_back_others
@@ -154,6 +155,7 @@ class Shard:
             self._drops[key] = TableDrop([self._tables.pop(name) for name in key[1]])
             for name in key[1]:
                 self._rows.remove(name)
+            failpoint("drop.begin")
         self._drops[key].slice()
         if not self._drops[key].is_over:
             return False

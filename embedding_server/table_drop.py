@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from embedding_server.errors import InvalidInput
+from embedding_server.failpoints import failpoint
 
 if TYPE_CHECKING:
     from embedding_server.table import Table
@@ -58,8 +59,10 @@ class TableDrop:
             yield True
         while table.segments.is_being_written:
             yield False
+        failpoint("drop.before_files")
         while table.segments.drop_one():
             yield True
         table.close()
+        failpoint("drop.before_leftovers")
         table.segments.remove_leftovers()
         table.budget.forget(table.spec.name)

@@ -51,6 +51,7 @@ class TableModel:
     rows: dict[int, Row] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
     counted: set[tuple[int, int]] = field(default_factory=set)
+    erased: set[int] = field(default_factory=set)  # row_ids that were deleted and have had no row since
     default: Row = field(init=False)  # the default row; its values and state alone
     num_rebases: int = 0
     frostline: object = None
@@ -70,6 +71,7 @@ class TableModel:
         other = copy.copy(self)
         other.rows = {row_id: copy.copy(row) for row_id, row in self.rows.items()}
         other.counts, other.counted, other.moves = dict(self.counts), set(self.counted), Counter(self.moves)
+        other.erased = set(self.erased)
         other.default = copy.copy(self.default)
         return other
 
@@ -121,6 +123,7 @@ class TableModel:
     def _insert(self, row_id: int, row: Row, step: int) -> None:
         row.heat = self._bump(0, row_id, step)
         self.rows[row_id] = row
+        self.erased.discard(row_id)
 
     def _starts_hot(self, row_id: int, step: int) -> bool:
         if self.frostline is None or self.policy.probation_visits or row_id in self.control:
@@ -220,6 +223,15 @@ class TableModel:
         del self.rows[row_id]
         self.counts[row_id] = 0
         self.moves["forgotten"] += 1
+
+    def erase(self, row_id: int) -> str:
+        """Deletes it for good. What was there of it: as a field of store.Erased."""
+        row, count = self.rows.pop(row_id, None), self.counts.get(row_id, 0)
+        self.counts[row_id] = 0
+        self.erased.add(row_id)
+        if row is None:
+            return "waiting" if count and self.policy.min_count > 1 else "unknown"
+        return "hot" if row.hot else "frozen"
 
     def _freeze(self, row_id: int, reason: str, step: int) -> None:
         row = self.rows[row_id]

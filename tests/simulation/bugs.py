@@ -5,7 +5,7 @@ Each is a mistake that somebody could make, in the code where it would be made. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +17,13 @@ import numpy as np
 from embedding_server import cut
 from embedding_server.changes import Changes
 from embedding_server.gradients import ShardGradients
+from embedding_server.index import FROZEN_BIT, Index
 from embedding_server.pushes import Pushes
 from embedding_server.segments import SegmentSet
+from embedding_server.shard import Shard
 from embedding_server.snapshot_format import RECORD, FileRecord, ShardRecord, write_sealed_json
 from embedding_server.steps import JobSteps
+from embedding_server.store import Identity
 from embedding_server.table import Table
 from embedding_server.table_cut import TableCut
 
@@ -120,6 +123,39 @@ def diverging_default_rows() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def half_deletion() -> Iterator[None]:
+    """Rows that are deleted leave the index, and nobody looks for them in segments."""
+    with mock.patch.object(SegmentSet, "erase", return_value=None):
+        yield
+
+
+@contextmanager
+def revived_row() -> Iterator[None]:
+    """A row that is deleted while it is frozen stays in the index, and a look-up finds it."""
+    real = Index.take_out
+
+    def take_out(self: Index, row_ids: np.ndarray) -> int:
+        entries, locations, _, _ = self.locate(row_ids)
+        return real(self, row_ids[(entries == 0) | ((locations & FROZEN_BIT) == 0)])
+
+    with mock.patch.object(Index, "take_out", take_out):
+        yield
+
+
+@contextmanager
+def early_drop() -> Iterator[None]:
+    """A drop is acknowledged after its first slice, while a cut may still keep the table."""
+    real = Shard.drop_tables
+
+    def drop_tables(self: Shard, who: Identity, step: int, names: Sequence[str]) -> bool:
+        real(self, who, step, names)
+        return True
+
+    with mock.patch.object(Shard, "drop_tables", drop_tables):
+        yield
+
+
 BUGS: dict[str, Callable[[], Any]] = {
     bug.__name__: bug
     for bug in (
@@ -131,5 +167,8 @@ BUGS: dict[str, Callable[[], Any]] = {
         cold_accumulator_at_thaw,
         cold_accumulator_at_restore,
         diverging_default_rows,
+        half_deletion,
+        revived_row,
+        early_drop,
     )
 }

@@ -9,7 +9,7 @@ restore goes on nothing is compared: the tables are being filled, and no Pull ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,8 @@ import numpy as np
 from embedding_server.errors import FencedEpoch, FrostlineError
 from embedding_server.gradients import ShardGradients
 from embedding_server.hints import Hint
+from embedding_server.segment_reader import MappedSegment
+from embedding_server.segment_writer import segment_prefix
 from embedding_server.shard import Shard
 from embedding_server.snapshot_format import MANIFEST
 from embedding_server.spec import TableSpec
@@ -29,6 +31,7 @@ from embedding_server.store import (
     TRAINABLE,
     CutProgress,
     EpochInfo,
+    Erased,
     Frostline,
     HeatHistogram,
     Identity,
@@ -37,6 +40,7 @@ from embedding_server.store import (
     Rows,
     UpdateMode,
 )
+from embedding_server.table import Table
 from tests.embedding_server.table_model import TableModel
 from tests.embedding_server.table_state import rows_of, waiting_of
 from tests.simulation.shard_model import (
@@ -44,7 +48,6 @@ from tests.simulation.shard_model import (
     ShardModel,
     Tables,
     class_of,
-    copied,
     expected_rows,
     expected_waiting,
 )
@@ -64,7 +67,8 @@ class CutBook:
         self._parts: dict[str, dict[int, tuple[int, int, Tables]]] = {}  # by folder and part: num_parts, step, tables
 
     def note(self, folder: Path, part: int, num_parts: int, step: int, tables: Tables) -> None:
-        self._parts.setdefault(folder.name, {})[part] = num_parts, step, copied(tables)
+        """tables are the book's from here on."""
+        self._parts.setdefault(folder.name, {})[part] = num_parts, step, tables
 
     def parts_of(self, folder: Path) -> tuple[int, list[Tables]]:
         """(step, tables by part) of a whole cut."""
@@ -109,6 +113,7 @@ class CheckedShard:
 
     def create_tables(self, specs: Sequence[TableSpec]) -> None:
         self.shard.create_tables(specs)
+        self.model.create_tables(specs)
 
     def current_epoch(self, job: str) -> EpochInfo:
         return self.shard.current_epoch(job)
@@ -134,7 +139,7 @@ class CheckedShard:
     # Pull and Push ------------------------------------------------------------------------------------------------
 
     def pull(self, who: Identity, step: int, ids: Mapping[str, np.ndarray]) -> Future[dict[str, Rows]]:
-        expected = _tried(lambda: self.model.is_repeated_pull(who, step))
+        expected = _tried(lambda: self.model.is_repeated_pull(who, step, ids))
         if expected is False:
             self._settle_pass()  # it cannot go on after this
         future = self._agreed("pull", expected, lambda: self.shard.pull(who, step, ids, "float32"))
@@ -189,13 +194,15 @@ class CheckedShard:
                 raise Violation(f"pull of {pull.who}, step {pull.step} waits though its turn has come")
 
     def lookup(self, ids: Mapping[str, np.ndarray]) -> dict[str, Rows]:
-        rows = self.shard.lookup(ids, "float32")
+        expected = _tried(lambda: self.model.check_tables(ids.keys()))
+        rows = self._agreed("lookup", expected, lambda: self.shard.lookup(ids, "float32"))
         if not self.is_restoring and self._pass is None:
             self._check_reply(ids, rows, reads_default=False)
         return rows
 
     def prefetch(self, ids: Mapping[str, np.ndarray]) -> None:
-        Hint(ids).run(lambda advance: advance(self.shard))
+        expected = _tried(lambda: self.model.check_tables(ids.keys()))
+        self._agreed("prefetch", expected, lambda: Hint(ids).run(lambda advance: advance(self.shard)))
 
     def _check_reply(self, ids: Mapping[str, np.ndarray], rows: Mapping[str, Rows], *, reads_default: bool) -> None:
         for name, row_ids in ids.items():
@@ -220,6 +227,7 @@ class CheckedShard:
             who,
             step,
             key,
+            frostlines.keys(),
             lambda: self.model.after_reselection(step, frostlines),
             lambda: self.shard.reselect(who, step, frostlines),
         )
@@ -229,6 +237,7 @@ class CheckedShard:
             who,
             step,
             ("end of data pass", step),
+            (),
             self.model.after_data_pass,
             lambda: self.shard.end_data_pass(who, step),
         )
@@ -238,10 +247,11 @@ class CheckedShard:
         who: Identity,
         step: int,
         key: tuple[Any, ...],
+        tables: Collection[str],
         after: Callable[[], Tables],
         work: Callable[[], tuple[dict[str, Moves], bool]],
     ) -> tuple[dict[str, Moves], bool]:
-        expected = _tried(lambda: self.model.check_barrier(who, step))
+        expected = _tried(lambda: self.model.check_barrier(who, step, tables))
         if expected is None and (self._pass is None or self._pass[0] != key):
             self._settle_pass()
             self._had_trouble = self._is_write_failing()
@@ -276,6 +286,48 @@ class CheckedShard:
             before.frostline = table.frostline
         self._pass = None
 
+    # Rows and tables that go --------------------------------------------------------------------------------------
+
+    def delete_rows(
+        self, who: Identity, step: int, ids: Mapping[str, np.ndarray], *, is_last: bool
+    ) -> tuple[dict[str, Erased], bool]:
+        expected = _tried(lambda: self.model.check_barrier(who, step, ids.keys()))
+        if expected is None:
+            self._settle_pass()
+        erased, done = self._agreed(
+            "delete_rows", expected, lambda: self.shard.delete_rows(who, step, ids, is_last=is_last)
+        )
+        found = self.model.delete_rows(ids) if done else {}
+        if erased != found:
+            raise Violation(f"delete_rows: erased {erased}, not {found}")
+        if done and is_last:
+            self.model.end_deletion()
+        return erased, done
+
+    def drop_tables(self, who: Identity, step: int, names: Sequence[str]) -> bool:
+        """A repeat that comes late, of a drop that is done, finds the tables unknown."""
+        key, model = frozenset(names), self.model
+        expected = _tried(lambda: model.check_barrier(who, step, () if key in model.dropping else names))
+        if expected is None and key not in model.dropping:
+            self._settle_pass()
+        done = self._agreed("drop_tables", expected, lambda: self.shard.drop_tables(who, step, names))
+        if not key & self.shard._tables.keys() and key not in model.dropping:
+            model.drop_tables(names)
+        if done:
+            self._check_dropped(key)
+            model.dropping.remove(key)
+        return done
+
+    def _check_dropped(self, names: frozenset[str]) -> None:
+        """Whoever dropped them is told that they are gone."""
+        left = names & self.shard._tables.keys()
+        if left:
+            raise Violation(f"drop of {sorted(left)} is acknowledged, and they are still here")
+        prefixes = tuple(segment_prefix(name) for name in names)
+        files = [path.name for path in self.shard.data_dir.rglob("*") if path.name.startswith(prefixes)]
+        if files and not any("cannot delete" in event for event in self.shard._events):
+            raise Violation(f"drop of {sorted(names)} is acknowledged, and {files} are still here")
+
     # Cuts and restores --------------------------------------------------------------------------------------------
 
     def begin_cut(
@@ -292,7 +344,7 @@ class CheckedShard:
         done = work() if expected is None and may_refuse else self._agreed("begin_cut", expected, work)
         if self.shard._cuts.get(JOB) is not last:
             self._settle_pass()
-            self._cuts.note(folder, part, num_parts, step, self.model.tables)
+            self._cuts.note(folder, part, num_parts, step, self.model.without_foreign())
         return done
 
     def cut_progress(self, who: Identity) -> CutProgress:
@@ -301,17 +353,17 @@ class CheckedShard:
     def abandon_cut(self, who: Identity) -> None:
         self._agreed("abandon_cut", _tried(lambda: self.model.check(who)), lambda: self.shard.abandon_cut(who))
 
-    def restore(self, who: Identity, folder: Path, *rest: Any) -> bool:
+    def restore(self, who: Identity, folder: Path, anew: Collection[str] = ()) -> bool:
         expected = _tried(lambda: self.model.check(who, to_restore=True))
         self.is_restoring |= expected is None
         if (
             expected is None and not (folder / MANIFEST).exists()
         ):  # a worker that is fenced by now had removed it before
-            return self.shard.restore(who, folder, *rest)
-        done = self._agreed("restore", expected, lambda: self.shard.restore(who, folder, *rest))
+            return self.shard.restore(who, folder, anew)
+        done = self._agreed("restore", expected, lambda: self.shard.restore(who, folder, anew))
         if done:
             step, parts = self._cuts.parts_of(folder)
-            self.model.end_restore(step, self.model.tables_of_parts(parts))
+            self.model.end_restore(step, self.model.tables_of_parts(parts), anew)
             self.is_restoring = False
         return done
 
@@ -335,13 +387,13 @@ class CheckedShard:
         self._check_steps()
         if self.is_restoring:
             return
+        if self.model.tables.keys() != self.shard._tables.keys():
+            raise Violation(f"the tables are {[*self.shard._tables]}, not {[*self.model.tables]}")
+        self.default_rows = {}
         for name, of_model in self.model.tables.items():
-            table = self.shard._tables.get(name)
-            if table is None:
-                if of_model.rows:
-                    raise Violation(f"table {name} is gone")
-                continue
-            after = self._pass[1][name] if self._pass is not None else None
+            table = self.shard._tables[name]
+            after = self._pass[1].get(name) if self._pass is not None else None
+            _check_erased(name, table, of_model.erased - self.model.erasing.get(name, set()))
             _check_rows(name, rows_of(table), expected_rows(of_model), after and expected_rows(after))
             default = table.default_row.read()[0].tobytes(), table.default_row.read_state()[0].tobytes()
             self.default_rows[name] = default
@@ -362,6 +414,18 @@ class CheckedShard:
             raise Violation(
                 f"applied {steps.applied}, pulled {steps.pulled}; should be {model.applied}, {model.pulled}"
             )
+
+
+def _check_erased(name: str, table: Table, erased: set[int]) -> None:
+    """No segment has them any more but those that are known to be looked through yet."""
+    segments = table.segments
+    for slot in np.flatnonzero(segments._rows).tolist() if erased else ():
+        if not segments.is_erasing(slot):
+            stage = segments.stage_of(slot)
+            arrays = stage.arrays if isinstance(stage, MappedSegment) else stage.arrays()
+            left = erased.intersection(arrays.row_ids.tolist())
+            if left:
+                raise Violation(f"table {name}: deleted rows {sorted(left)} are left in a segment")
 
 
 def _tried(work: Callable[[], T]) -> T | FrostlineError:

@@ -15,6 +15,7 @@ from tests.simulation.clock import Process, Promise
 from tests.simulation.ledger import Ledger
 from tests.simulation.shard_model import JOB
 from tests.simulation.shard_node import ShardNode
+from tests.simulation.snapshot_files import tables_of
 from tests.simulation.worker import Group, Worker
 from tests.simulation.world import World
 from trainer.snapshots import cuts_in, newest_complete, read_manifest
@@ -94,8 +95,9 @@ class Job:
                 node.start()
 
     async def _begin(self, cut: Path | None) -> Group:
-        """As RemoteStore.create_tables, begin_epoch and restore."""
-        specs = [spec.model_dump_json() for spec in self.world.sizes.specs]
+        """As RemoteStore.create_tables, begin_epoch and restore. A table that the cut lacks begins anew: the workers'
+        code names it, whatever became of it since."""
+        specs = [spec.model_dump_json() for spec in self.world.sizes.all_specs]
         await self._all(pb.CreateTablesRequest(spec_json=specs))
         known = [reply.epoch for reply in await self._all(pb.GetEpochRequest(job=JOB))]
         epoch = max(known + [name.epoch for name in cuts_in(self.folder)]) + 1
@@ -115,15 +117,16 @@ class Job:
             manifest = read_manifest(cut)
             from_epoch, from_step = manifest.epoch, manifest.step
         self.ledger.begin(epoch, num_workers, from_epoch, from_step)
-        return Group(epoch, num_workers, from_step, list(self.nodes), lambda: self.is_over)
+        return Group(epoch, num_workers, from_step, list(self.nodes), lambda: self.is_over, self.world.sizes.all_specs)
 
     async def _restore(self, cut: Path, epoch: int) -> None:
         caller = caller_message(Identity(JOB, epoch, 0))
+        anew = sorted({spec.name for spec in self.world.sizes.all_specs} - tables_of(cut))
 
         async def of_shard(node: ShardNode) -> None:
             n, is_done = 0, False
             while not is_done:
-                request = pb.RestoreRequest(caller=caller, folder=str(cut), slice=n)
+                request = pb.RestoreRequest(caller=caller, folder=str(cut), slice=n, anew=anew)
                 is_done = (await self.world.network.call(self.driver, node, request)).done
                 n += 1
 

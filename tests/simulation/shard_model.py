@@ -7,16 +7,17 @@ unseen. Errors are embedding_server's own classes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from embedding_server.errors import FencedEpoch, FrostlineError, NotReady, StepGap
+from embedding_server.errors import FencedEpoch, FrostlineError, NotReady, StepGap, UnknownTable
 from embedding_server.gradients import ShardGradients
 from embedding_server.kernels.hashing import buckets_of
 from embedding_server.spec import TableSpec
-from embedding_server.store import NUM_BUCKETS, Frostline, Identity, UpdateMode
+from embedding_server.store import NUM_BUCKETS, Erased, Frostline, Identity, UpdateMode
 from tests.embedding_server.table_model import Row, TableModel
 
 JOB = "job"
@@ -26,7 +27,6 @@ Gradients = Mapping[str, ShardGradients]
 
 @dataclass
 class ShardModel:
-    specs: Sequence[TableSpec]
     row_ids: Sequence[int]
     buckets: np.ndarray  # bool[NUM_BUCKETS]
     epoch: int = 0
@@ -40,15 +40,19 @@ class ShardModel:
     defaults: dict[int, dict[int, Gradients]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tables = self.empty_tables()
+        self.tables: Tables = {}
+        #: by table: row_ids of the deletion under way, whose bytes may still be anywhere
+        self.erasing: dict[str, set[int]] = {}
+        self.dropping: set[frozenset[str]] = set()  # tables that are gone, for whose memory and files somebody asks
         self.owns = dict(zip(self.row_ids, self.buckets[buckets_of(self.row_array, NUM_BUCKETS)].tolist(), strict=True))
 
     @property
     def row_array(self) -> np.ndarray:
         return np.array(self.row_ids, np.int64)
 
-    def empty_tables(self) -> Tables:
-        return {spec.name: TableModel(spec, self.row_ids) for spec in self.specs}
+    def check_tables(self, names: Collection[str]) -> None:
+        if set(names) - self.tables.keys():
+            raise UnknownTable("")
 
     # Epochs and steps ---------------------------------------------------------------------------------------------
 
@@ -64,6 +68,7 @@ class ShardModel:
         self.pulled = list(self.applied)
         self.staged.clear()
         self.defaults.clear()
+        self.end_deletion()
 
     def check(self, who: Identity, *, to_restore: bool = False) -> None:
         if not self.num_workers:
@@ -73,15 +78,17 @@ class ShardModel:
         if self.awaits_restore != to_restore:
             raise NotReady("")
 
-    def check_barrier(self, who: Identity, step: int) -> None:
+    def check_barrier(self, who: Identity, step: int, tables: Collection[str] = ()) -> None:
         self.check(who)
         if set(self.applied) != {step} or max(self.pulled) > step:
             raise NotReady("")
+        self.check_tables(tables)
 
     # Pull and Push ------------------------------------------------------------------------------------------------
 
-    def is_repeated_pull(self, who: Identity, step: int) -> bool:
+    def is_repeated_pull(self, who: Identity, step: int, tables: Collection[str]) -> bool:
         self.check(who)
+        self.check_tables(tables)
         if step > self.pulled[who.worker] + 1:
             raise StepGap("", self.pulled[who.worker] + 1)
         return step <= self.pulled[who.worker]
@@ -129,8 +136,8 @@ class ShardModel:
 
     def _apply(self, pushes: Sequence[Gradients]) -> None:
         """Summed by row in order, then applied."""
-        for name, table in self.tables.items():
-            total: dict[int, np.ndarray] = {}
+        for name in pushes[0]:
+            table, total = self.tables[name], dict[int, np.ndarray]()
             for gradients in pushes:
                 of_table = gradients[name]
                 for row_id, gradient in zip(of_table.row_ids.tolist(), of_table.values, strict=True):
@@ -139,8 +146,11 @@ class ShardModel:
                 table.apply(table.rows[row_id], gradient, 1 / self.num_workers)
 
     def _apply_defaults(self, by_worker: Mapping[int, Gradients]) -> None:
-        for name, table in self.tables.items():
-            chunks = [by_worker[worker][name].default_gradient for worker in sorted(by_worker)]
+        for name in by_worker[0]:
+            table, chunks = (
+                self.tables[name],
+                [by_worker[worker][name].default_gradient for worker in sorted(by_worker)],
+            )
             given = [chunk for chunk in chunks if chunk is not None]
             if given:
                 table.apply(table.default, np.sum(given, axis=0, dtype=np.float32), 1 / self.num_workers)
@@ -161,15 +171,55 @@ class ShardModel:
             table.end_data_pass()
         return tables
 
-    def end_restore(self, step: int, tables: Tables) -> None:
-        self.tables = tables
+    def end_restore(self, step: int, tables: Tables, anew: Collection[str]) -> None:
+        """Tables that the cut lacks and nobody wants anew stay what they are: nobody has trained them."""
+        self.tables |= tables
+        for name in set(anew) - tables.keys():
+            self.tables[name] = TableModel(self.tables[name].spec, self.row_ids)
         self.applied, self.pulled = [step] * self.num_workers, [step] * self.num_workers
         self.awaits_restore = False
 
+    # Rows and tables that come and go --------------------------------------------------------------------------------
+
+    def create_tables(self, specs: Sequence[TableSpec]) -> None:
+        for spec in specs:
+            if spec.name not in self.tables:
+                self.tables[spec.name] = TableModel(spec, self.row_ids)
+            self.dropping = {names for names in self.dropping if spec.name not in names}
+
+    def drop_tables(self, names: Collection[str]) -> None:
+        self.end_deletion()
+        for name in names:
+            del self.tables[name]
+        self.dropping.add(frozenset(names))
+
+    def delete_rows(self, ids: Mapping[str, np.ndarray]) -> dict[str, Erased]:
+        """What was there of the row_ids that the shard owns. It looks for the bytes of all."""
+        found = {}
+        for name, row_ids in ids.items():
+            table, distinct = self.tables[name], set(row_ids.tolist())
+            found[name] = Erased(**Counter(table.erase(row_id) for row_id in distinct if self.owns[row_id]))
+            table.erased |= distinct
+            self.erasing.setdefault(name, set()).update(distinct)
+        return found
+
+    def end_deletion(self) -> None:
+        """All row_ids are here, or no more come: from now on each place that has one of them is to be blanked."""
+        self.erasing = {}
+
+    def without_foreign(self) -> Tables:
+        """As they are, with those row_ids alone among the erased ones that the shard owns: of others it does not know
+        when they come again."""
+        tables = copied(self.tables)
+        for table in tables.values():
+            table.erased = {row_id for row_id in table.erased if self.owns[row_id]}
+        return tables
+
     def tables_of_parts(self, parts: Sequence[Tables]) -> Tables:
         """What this shard has of tables that were cut on others."""
-        tables = copied(parts[0])
+        tables = {name: table for name, table in copied(parts[0]).items() if all(name in part for part in parts)}
         for name, table in tables.items():
+            table.erased = set().union(*(part[name].erased for part in parts))
             rows: dict[int, Row] = {}
             counts: dict[int, int] = {}
             for part in parts:

@@ -103,7 +103,7 @@ class ShardNode:
             backend="cpu",
             writer=self._writer,
         )
-        model = ShardModel(world.sizes.specs, world.sizes.row_ids, self.buckets)
+        model = ShardModel(world.sizes.row_ids, self.buckets)
         model.epoch = shard.current_epoch(JOB).epoch
         if model.epoch < self._acknowledged_epoch:
             raise Violation(

@@ -11,15 +11,23 @@ from typing import Any
 
 import numpy as np
 
+from embedding_server.erasure import chunks_of
 from embedding_server.errors import FrostlineError, InvalidInput, StoreUnavailable
 from embedding_server.gradients import ShardGradients
 from embedding_server.kernels.hashing import buckets_of
 from embedding_server.policy import frostline_at
 from embedding_server.segment_file import make_folder
 from embedding_server.snapshot_format import cut_folder
+from embedding_server.spec import TableSpec
 from embedding_server.store import DEFAULT, NUM_BUCKETS, TRAINABLE, CutProgress, HeatHistogram, Identity, Rows
 from frostline.v1 import embedding_pb2 as pb
-from services.advance_messages import caller_message, frostline_message, histogram_of, progress_of
+from services.advance_messages import (
+    caller_message,
+    delete_rows_message,
+    frostline_message,
+    histogram_of,
+    progress_of,
+)
 from tests.simulation.clock import Process, Promise
 from tests.simulation.ledger import Ledger
 from tests.simulation.shard_model import JOB
@@ -41,6 +49,7 @@ class Group:
     first_step: int  # the step that they go on after
     nodes: Sequence[ShardNode]
     is_over: Callable[[], bool]  # asked at Advances: this one is the last
+    specs: tuple[TableSpec, ...]  # the tables that they train now
     step: int = 0  # of the last Advance
     last_cut: Path | None = None
     _arrived: list[Promise[bool]] = field(default_factory=list)
@@ -127,7 +136,7 @@ class Worker:
                 spec.name: row_ids[
                     np.unique((rng.random(rng.integers(0, most + 1)) ** 2 * row_ids.shape[0]).astype(int))
                 ]
-                for spec in self._world.sizes.specs
+                for spec in self._group.specs
             }
         return self._batches[step]
 
@@ -142,7 +151,7 @@ class Worker:
         rng = np.random.default_rng([self._who.epoch, step, self._who.worker, 1])
         ids, workers = self._batch(step), self._group.num_workers
         gradients: list[dict[str, ShardGradients]] = [{} for _ in self._group.nodes]
-        for spec in self._world.sizes.specs:
+        for spec in self._group.specs:
             has_default = any((rows[spec.name].flags & DEFAULT).any() for rows in pulled)
             default = rng.integers(-6, 7, DIM).astype(np.float32) * workers if has_default else None
             for k, of_shard in enumerate(gradients):
@@ -166,7 +175,7 @@ class Worker:
         return is_last
 
     async def _advance_first(self, step: int) -> bool:
-        """Worker 0: re-selects, ends data passes, cuts."""
+        """Worker 0: re-selects, ends data passes, deletes rows, adds and drops tables, cuts."""
         group, sizes, rng = self._group, self._world.sizes, self._world.rng
         if step and rng.random() < 0.8:
             await self._reselect(step)
@@ -176,6 +185,10 @@ class Worker:
                     caller=caller_message(self._who), step=step, end_data_pass=pb.EndDataPass(slice=n)
                 )
             )
+        if step and rng.random() < 0.25:
+            await self._delete_rows(step)
+        if step and sizes.extra is not None and rng.random() < 0.2:
+            await self._add_or_drop(step, sizes.extra)
         if step and group.is_over():
             return await self._cut(step)
         if step // sizes.advance_every % sizes.cut_every == 0 and (self._writing is None or self._writing.is_done):
@@ -185,8 +198,40 @@ class Worker:
                 await self._world.clock.sleep(0.01)
         return False
 
+    async def _delete_rows(self, step: int) -> None:
+        """As services/shard_tables.py: every shard gets every row_id."""
+        rng, specs = self._world.rng, self._group.specs
+        row_ids = sorted(self._shard_of)
+        ids = {
+            spec.name: np.array(rng.choices(row_ids, k=rng.randint(0, 6)), np.int64)
+            for spec in rng.sample(specs, rng.randint(1, len(specs)))
+        }
+        for number, (chunk, is_last) in enumerate(chunks_of(ids)):
+            first = 1000 * number  # of the slices; one that waits for a cut to be finished is not the last of a chunk
+            await self._slices(
+                lambda k, n, chunk=chunk, is_last=is_last, first=first: pb.AdvanceRequest(
+                    caller=caller_message(self._who),
+                    step=step,
+                    delete_rows=delete_rows_message(chunk, is_last, first + n),
+                )
+            )
+        self._ledger.note_deleted(self._who.epoch, step, ids.get(PLAIN, np.empty(0, np.int64)).tolist())
+
+    async def _add_or_drop(self, step: int, extra: TableSpec) -> None:
+        group = self._group
+        if extra not in group.specs:
+            await self._all(lambda k: pb.CreateTablesRequest(spec_json=[extra.model_dump_json()]))
+            group.specs = (*group.specs, extra)
+            return
+        await self._slices(
+            lambda k, n: pb.AdvanceRequest(
+                caller=caller_message(self._who), step=step, drop_tables=pb.DropTables(tables=[extra.name], slice=n)
+            )
+        )
+        group.specs = tuple(spec for spec in group.specs if spec != extra)
+
     async def _reselect(self, step: int) -> None:
-        policies = {spec.name: spec.policy for spec in self._world.sizes.specs if spec.policy.kind == "topk"}
+        policies = {spec.name: spec.policy for spec in self._group.specs if spec.policy.kind == "topk"}
         histograms = await self._process.gather([self._heat(k, step) for k in range(len(self._group.nodes))])
         lines = []
         for name, policy in policies.items():

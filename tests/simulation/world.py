@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from embedding_server import preimages, restore, segment_merge, shard, table, table_cut, table_pass
+from embedding_server import erasure, preimages, restore, segment_merge, shard, table, table_cut, table_pass
 from embedding_server.segments import SegmentSet
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
 from embedding_server.store import UpdateMode
@@ -32,6 +32,7 @@ class Sizes:
     num_shards: int
     mode: UpdateMode
     specs: tuple[TableSpec, ...]
+    extra: TableSpec | None  # a table that comes and goes
     row_ids: tuple[int, ...]
     batch_ids: int  # row_ids of a table in a batch, at most
     advance_every: int  # steps
@@ -44,6 +45,10 @@ class Sizes:
     small_segments: bool  # so small that every one gets a file
     slice_rows: int  # of cuts, passes, merges and restores
 
+    @property
+    def all_specs(self) -> tuple[TableSpec, ...]:
+        return self.specs if self.extra is None else (*self.specs, self.extra)
+
     @staticmethod
     def drawn(rng: random.Random) -> Sizes:
         row_ids = (*_IDS, *range(100, 100 + rng.choice([15, 35])))
@@ -51,6 +56,7 @@ class Sizes:
             num_shards=rng.randint(1, 3),
             mode=rng.choice(["sync", "pipelined"]),
             specs=_specs(rng),
+            extra=_extra(rng) if rng.random() < 0.5 else None,
             row_ids=row_ids,
             batch_ids=rng.choice([4, 10]),
             advance_every=rng.randint(1, 4),
@@ -65,29 +71,32 @@ class Sizes:
         )
 
 
+def _policy(rng: random.Random, kinds: list[str], **fields: Any) -> PolicySpec:
+    drawn: dict[str, Any] = {
+        "kind": rng.choice(kinds),
+        "idle_steps": rng.randint(1, 4),
+        "hot_fraction": rng.choice([0.1, 0.4]),
+        "probation_visits": rng.randint(0, 3),
+        "forget_below": rng.randint(0, 4),
+        "half_life_steps": rng.choice([2.0, 50.0]),
+        "control_fraction": rng.choice([0.0, 0.3]),
+    }
+    return PolicySpec.model_validate({**drawn, **fields})
+
+
+def _table(name: str, optimizer: str, policy: PolicySpec) -> TableSpec:
+    kind = OptimizerSpec.model_validate({"kind": optimizer})
+    return TableSpec(name=name, dim=DIM, optimizer=kind, policy=policy, init_min=0.0, init_max=0.0)
+
+
 def _specs(rng: random.Random) -> tuple[TableSpec, ...]:
-    def policy(kinds: list[str], **fields: Any) -> PolicySpec:
-        drawn: dict[str, Any] = {
-            "kind": rng.choice(kinds),
-            "idle_steps": rng.randint(1, 4),
-            "hot_fraction": rng.choice([0.1, 0.4]),
-            "probation_visits": rng.randint(0, 3),
-            "forget_below": rng.randint(0, 4),
-            "half_life_steps": rng.choice([2.0, 50.0]),
-            "control_fraction": rng.choice([0.0, 0.3]),
-        }
-        return PolicySpec.model_validate({**drawn, **fields})
-
-    def table(name: str, optimizer: str, policy: PolicySpec) -> TableSpec:
-        kind = OptimizerSpec.model_validate({"kind": optimizer})
-        return TableSpec(name=name, dim=DIM, optimizer=kind, policy=policy, init_min=0.0, init_max=0.0)
-
     return (
-        table(PLAIN, "sgd", policy(["off", "idle", "topk"], frozen_bits=32)),
-        table(
+        _table(PLAIN, "sgd", _policy(rng, ["off", "idle", "topk"], frozen_bits=32)),
+        _table(
             "quantised",
             "sgd",
-            policy(
+            _policy(
+                rng,
                 ["idle", "compact", "topk"],
                 frozen_bits=8,
                 min_count=rng.randint(1, 2),
@@ -95,8 +104,12 @@ def _specs(rng: random.Random) -> tuple[TableSpec, ...]:
                 freeze_rounding=rng.choice(["nearest", "stochastic"]),
             ),
         ),
-        table("adaptive", "adagrad", policy(["idle", "topk"], frozen_bits=32, min_count=rng.randint(2, 3))),
+        _table("adaptive", "adagrad", _policy(rng, ["idle", "topk"], frozen_bits=32, min_count=rng.randint(2, 3))),
     )
+
+
+def _extra(rng: random.Random) -> TableSpec:
+    return _table("extra", "sgd", _policy(rng, ["idle", "topk"], frozen_bits=32, min_count=rng.randint(1, 2)))
 
 
 @dataclass
@@ -131,6 +144,7 @@ def made_small(sizes: Sizes, clock: Clock) -> Iterator[None]:
         put(restore, "_ROWS_AT_ONCE", 4 * rows)
         put(shard, "_CUT_SLICES", 3)
         put(preimages, "_LEAST_BYTES", 1 << 13)
+        put(erasure, "MAX_IDS_PER_CALL", 5)
         if sizes.small_segments:
             put(table, "_SMALL_SHARE", 0.0)
 
