@@ -173,6 +173,8 @@ def gc(
         _say(console, f"{uri}: no snapshots")
     for removal in removals:
         _print_removal(console, removal, dry_run=dry_run)
+    if erase and removals and not any(removal.rewritten or removal.unerased for removal in removals):
+        _say(console, "no snapshot that stays there holds any of the rows")
     for failure in failures:
         _say(console, f"{'left alone' if failure.is_untouched else 'failed'}: {failure.text}")
     if as_json:
@@ -346,6 +348,11 @@ def import_(
         state = "its optimizer state" if imported.has_state[name] else "new optimizer state"
         _say(console, f"table {name!r}: {rows} rows with {state}")
     _say(console, f"{imported.path}, {imported.bytes} bytes")
+    _say(
+        console,
+        f"`frostline train JOB.yaml --resume` begins with it, in a job with name: {job} and"
+        f" snapshots: {{uri: {snapshot_uri}}}" + ("" if arm == "main" else f", in arm {arm}"),
+    )
     if as_json:
         print(json.dumps(asdict(imported)))
 

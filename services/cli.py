@@ -87,7 +87,15 @@ def _train(job: Job, console: Console, resume: bool) -> tuple[dict[str, Any], Su
     from dataclasses import asdict
 
     from services.train_job import SummaryNotWritten, bias_only, run_job
-    from trainer.report import ProgressShow, bias_only_line, claim_lines, event_lines, final_table, restart_lines
+    from trainer.report import (
+        ProgressShow,
+        bias_only_line,
+        claim_lines,
+        event_lines,
+        final_table,
+        restart_lines,
+        resume_lines,
+    )
 
     folder = job.trainer.output_dir / job.name
     console.print(f"job {job.name!r}: arms {', '.join(job.arm_jobs())}; results in {folder}", highlight=False)
@@ -102,6 +110,7 @@ def _train(job: Job, console: Console, resume: bool) -> tuple[dict[str, Any], Su
     console.print(final_table(arms))
     last_lines = [
         *event_lines(arms),
+        *resume_lines(arms),
         *restart_lines(arms),
         *([bias_only_line(bias)] if bias else []),
         *claim_lines(arms),

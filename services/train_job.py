@@ -36,6 +36,7 @@ __all__ = ["JobFailed", "SummaryNotWritten", "run_job"]
 
 Show = Callable[[Progress], None]
 Say = Callable[[str], None]
+_COMPILES = "the first run on a machine compiles kernels: a minute, more if it is busy"
 
 
 class SummaryNotWritten(FrostlineError):
@@ -146,7 +147,7 @@ def run_arm(
     """resume_from: a cut, behind which the arm goes on."""
     servers = arm_job.servers
     if servers.store == "inproc":
-        say(f"{arm}: trains in this process")
+        say(f"{arm}: trains in this process; {_COMPILES}")
         return run_inproc(arm_job, arm, folder, show, resume_from)
     assert ray is not None
     if servers.launch == "external":
@@ -203,6 +204,6 @@ def _workers(arms: Mapping[str, Job], folder: Path, say: Say) -> Iterator[RayGro
     if not remote:
         yield None
         return
-    say("starting Ray; the first run on a machine compiles kernels in workers and shards: a minute, more if it is busy")
+    say(f"starting Ray; {_COMPILES}")
     with ray_group(remote[0].trainer.workers, folder / "ray") as group:
         yield group

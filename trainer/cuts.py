@@ -14,7 +14,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,11 +26,12 @@ import torch
 from embedding_server.errors import FrostlineError, InvalidInput
 from embedding_server.failpoints import failpoint
 from embedding_server.segment_file import make_folder
-from embedding_server.store import CutProgress, EmbeddingStore, EpochInfo, Identity
+from embedding_server.store import EmbeddingStore, EpochInfo, Identity
 from trainer.delta_chain import DeltaChain, ParentCut
 from trainer.dense_state import DenseState, capture
 from trainer.group import Group
 from trainer.job import Job, steps_of
+from trainer.report import bytes_text
 from trainer.resume import Snapshot
 from trainer.run_log import RunLog
 from trainer.snapshot_gc import keep_newest
@@ -38,6 +39,7 @@ from trainer.snapshot_lock import in_use, only_training
 from trainer.snapshots import (
     CutName,
     Manifest,
+    error_of_shards,
     frostline_version,
     job_folder,
     now_text,
@@ -226,7 +228,11 @@ class Cuts:
                 last_bytes=writing.bytes_written,
                 last_s=writing.took_s,
             )
-            _LOG.info("snapshot of step %d: %s, %d bytes", writing.run_step, writing.cut, writing.bytes_written)
+            kind = "delta" if is_delta else "full"
+            log.say(
+                f"snapshot of step {writing.run_step}: {writing.cut}, {kind}, {bytes_text(writing.bytes_written)},"
+                f" {writing.took_s:.1f} s"
+            )
         elif writing.error is not None:
             self._fail(writing.run_step, writing.error, log)
 
@@ -323,7 +329,7 @@ class _Writing(threading.Thread):
         """Where the folder is gone, a shard has given up before, and cleaned up behind it: what it says."""
         if isinstance(error, FileNotFoundError):
             with suppress(FrostlineError):
-                if reason := _error_of(self._store.cut_progress(self._who)):
+                if reason := error_of_shards(self._store.cut_progress(self._who)):
                     return OSError(reason)
         return error
 
@@ -354,7 +360,7 @@ class _Writing(threading.Thread):
         """Whether all are done; False if the run is over. StoreUnavailable, InvalidInput if one gave up."""
         while not self._stopped.is_set():
             progress = self._store.cut_progress(self._who)
-            if reason := _error_of(progress):
+            if reason := error_of_shards(progress):
                 raise OSError(reason)
             if all(of_shard.is_done for of_shard in progress):
                 self.shard_bytes = sum(of_shard.bytes_written for of_shard in progress)
@@ -362,11 +368,6 @@ class _Writing(threading.Thread):
                 return True
             self._stopped.wait(POLL_S)
         return False
-
-
-def _error_of(progress: Sequence[CutProgress]) -> str | None:
-    """Of the first shard that gave up."""
-    return next((f"shard {shard}: {of_shard.error}" for shard, of_shard in enumerate(progress) if of_shard.error), None)
 
 
 def _abandon(store: EmbeddingStore, who: Identity, cut: Path) -> None:

@@ -19,7 +19,7 @@ follow. Any other forward (eval(), no_grad()) is a look-up, which changes nothin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -47,7 +47,7 @@ from trainer.lookups import Lookups, Table
 from trainer.table_changes import RowIds, TableChanges, check_features
 from trainer.table_configs import specs_of_configs
 from trainer.training_steps import OpenStep, StepGradients, TrainingSteps
-from trainer.warm_start import Files, import_files, restore_rows
+from trainer.warm_start import Files, import_files, restore_rows, save_rows
 
 _MAX_THREADS = 4  # pooling is bound by memory bandwidth beyond
 
@@ -291,15 +291,25 @@ class _Collection(torch.nn.Module):
             self.restore(imported.path)
         return {name: (rows, imported.has_state[name]) for name, rows in imported.rows.items()}
 
-    def restore(self, cut: str | Path) -> None:
+    def save(self, folder: str | Path) -> Path:
+        """Writes all rows as a cut in `folder`, which all shards must see, and returns the cut when it is whole.
+
+        Between two steps, by one worker while the others wait. Dense layers are the caller's. NotReady if a step is
+        open or prefetched; InvalidInput, with why, if a shard could not write: nothing of the cut is left then.
+        """
+        self._check_between_steps("save")
+        return save_rows(self._store, self._steps.who, self._steps.last_pulled_step, Path(folder))
+
+    def restore(self, cut: str | Path, anew: Collection[str] = ()) -> None:
         """Replaces all rows by those of a cut, at whose step the collection then is; dense layers are the caller's.
 
+        anew: tables that have been trained here, which the cut lacks, and which begin empty.
         Between two steps, and only of a collection that was given no identity, for it begins an epoch. InvalidInput,
         SegmentCorrupt: the tables are empty then.
         """
         self._check_alone("restore")
         assert self._mode is not None
-        self._begin(*restore_rows(self._store, self.identity.job, self._mode, Path(cut)))
+        self._begin(*restore_rows(self._store, self.identity.job, self._mode, Path(cut), anew))
 
     def _check_alone(self, what: str) -> None:
         if self._mode is None:
@@ -307,6 +317,9 @@ class _Collection(torch.nn.Module):
                 f"{what} begins an epoch, and this collection was given an identity of one; have one worker call"
                 " begin_epoch(will_restore=True) and store.restore before the collections are made"
             )
+        self._check_between_steps(what)
+
+    def _check_between_steps(self, what: str) -> None:
         if not self._steps.is_between_steps:
             raise NotReady(f"{what}: a step is open or prefetched; call .step() first")
 

@@ -90,9 +90,9 @@ def describe(documents: Mapping[str, Mapping[str, Any]]) -> Iterator[RenderableT
     and traffic, the control group, heat, events."""
     for arm, document in documents.items():
         tables: Mapping[str, Any] = document["tables"]
-        yield Text(f"{document['job']}, arm {arm}: step {document['step']:,}, {document['samples']:,} samples", "bold")
+        yield Text(f"{document['job']}, arm {arm}: step {document['step']:,}, {_samples(document)}", "bold")
         yield _table("rows and bytes by tier", _TIERS, tables, document["total"])
-        yield _table("moves since the shards started", _MOVES, tables, document["total"])
+        yield _table("moves since the first step", _MOVES, tables, document["total"])
         yield _table("ranks and traffic", _TRAFFIC, tables, document["total"])
         judged = {name: table for name, table in tables.items() if table["control"]}
         if judged:
@@ -165,6 +165,11 @@ def _table(title: str, columns: _Columns, tables: Mapping[str, Any], total: Mapp
     if total and len(tables) > 1:
         result.add_row("all", *[show(total) for show in columns.values()])
     return result
+
+
+def _samples(document: Mapping[str, Any]) -> str:
+    since = document.get("since_step")  # of a run before this version had it: unknown
+    return f"{document['samples']:,} samples" + (f" since step {since:,}, as all traffic below" if since else "")
 
 
 def _number(value: float | None) -> str:

@@ -149,6 +149,7 @@ class _TorchrecTable:
         self.where = f"{file.path}, {weight}"
         self._n, self.dim = expect(file, weight, "F32", 2).shape
         refuse_too_many(self.where, self._n)
+        self._optimizer_kind = optimizer_kind
         self._states = self._state_names(optimizer_kind)
         widths = [self._state_width(name, is_vector) for name, is_vector in self._states]
         self.num_state_columns = sum(widths) if self._states else None
@@ -170,7 +171,10 @@ class _TorchrecTable:
         shape = expect(self._file, name, "F32", None).shape
         wanted = [(self._n,), (self._n, 1)] if is_vector else [(self._n, self.dim)]
         if shape not in wanted:
-            raise self._file.bad(f"{name} has shape {list(shape)}; it must be {list(wanted[0])} for this optimizer")
+            raise self._file.bad(
+                f"{name} has shape {list(shape)}, and optimizer {self._optimizer_kind!r} has {list(wanted[0])} for"
+                f" table {self.table!r}; name the optimizer whose state it is"
+            )
         return 1 if is_vector else self.dim
 
     def chunks(self) -> Iterator[Chunk]:

@@ -77,10 +77,13 @@ class Snapshot:
     control: Mapping[str, ControlReport] = field(default_factory=dict)
     frostline_heat: Mapping[str, float] = field(default_factory=dict)  # of tables that are ranked by heat
     events: Sequence[str] = ()
+    since_step: int = 0  # samples and traffic are those of later steps: the run went on from a snapshot of this one
 
 
 def mask_document(snapshot: Snapshot) -> dict[str, Any]:
-    """Plain JSON data: job, arm, step, samples, tables (see table_document), total, largest_hot_table, events.
+    """Plain JSON data: job, arm, step, since_step, samples, tables (table_document), total, largest_hot_table, events.
+
+    Samples and traffic are those of the steps after since_step, which is 0 unless the run went on from a snapshot.
 
     `total` has rows, bytes, moves and traffic of all tables; `largest_hot_table` names the table with the most hot rows
     and its share of them, or is null without hot rows.
@@ -92,6 +95,7 @@ def mask_document(snapshot: Snapshot) -> dict[str, Any]:
         "job": snapshot.job,
         "arm": snapshot.arm,
         "step": snapshot.step,
+        "since_step": snapshot.since_step,
         "samples": snapshot.samples,
         "tables": tables,
         "total": {**_stats_document(total), "traffic": _total_traffic(snapshot.traffic.values())},
@@ -112,6 +116,7 @@ def table_document(snapshot: Snapshot, name: str, rows_hot_of_all: int) -> dict[
     spec, info = snapshot.specs[name], snapshot.infos[name]
     stats, line, traffic = info.stats, info.frostline, snapshot.traffic.get(name, Traffic())
     control, num_rows = snapshot.control.get(name), stats.rows_hot + stats.rows_frozen
+    num_steps = snapshot.step - snapshot.since_step
     return {
         "policy": spec.policy.model_dump(mode="json"),
         "dim": spec.dim,
@@ -127,9 +132,7 @@ def table_document(snapshot: Snapshot, name: str, rows_hot_of_all: int) -> dict[
             "frozen": info.heat_counts_frozen.tolist(),
         },
         "traffic": _traffic_document(traffic),
-        "update_frequency": (
-            traffic.gradient_rows / (snapshot.step * num_rows) if snapshot.step and num_rows else None
-        ),
+        "update_frequency": traffic.gradient_rows / (num_steps * num_rows) if num_steps and num_rows else None,
         "control": control
         and {name: getattr(control, name) for name in (*ControlReport.__dataclass_fields__, "is_alarm")},
     }

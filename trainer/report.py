@@ -295,6 +295,16 @@ def event_lines(arms: Mapping[str, ArmSummary]) -> list[str]:
     return lines
 
 
+def resume_lines(arms: Mapping[str, ArmSummary]) -> list[str]:
+    """Which of the figures above are not those of the whole run."""
+    return [
+        f"{arm}: went on from the snapshot of step {summary.resumed_step:,}: peak bytes, traffic, gradient rows,"
+        " samples/s, seconds and counts of snapshots are those of the steps since"
+        for arm, summary in arms.items()
+        if summary.resumed_from is not None
+    ]
+
+
 def restart_lines(arms: Mapping[str, ArmSummary]) -> list[str]:
     return [
         f"{arm}: lost a process and went back to a snapshot {summary.restarts} time{'s' * (summary.restarts > 1)}; "

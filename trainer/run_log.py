@@ -54,7 +54,7 @@ class RunLog:
         self._board = None if folder is None else Board(folder, self.event, first_step=last_step + 1)
         self._is_mask_failing = False
         self._recent = RecentMetrics(WINDOW_SAMPLES)
-        self._step = last_step
+        self._step = self.since_step = last_step  # this process has trained the steps since
         self._start_s = self._train_end_s = self._last_report_s = 0.0
         self._paused_s = 0.0
         self._num_samples_at_report = 0
@@ -122,12 +122,17 @@ class RunLog:
         """Something that people should see at once and find again: shown, and kept in `events`."""
         self.events.append(text)
         del self.events[:-MAX_EVENTS]
+        self.say(text)
+        if self._board is not None:
+            self._board.text("events", text, self._step)
+            self._board.flush()
+
+    def say(self, text: str) -> None:
+        """A line that is shown and not kept: what goes as it should."""
         if self._board is not None:
             none = math.nan
             figures = (none, none, none, none)
             self._show(Progress(self.arm, self._step, self._total_steps, *figures, note=text, epoch=self._epoch))
-            self._board.text("events", text, self._step)
-            self._board.flush()
 
     def mask(self, document: Mapping[str, Any], step: int) -> None:
         """Mask info (mask_report.py) to mask_info.json, where it replaces the one before, and to TensorBoard."""

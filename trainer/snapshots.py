@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -52,7 +52,7 @@ from embedding_server.snapshot_format import (
     write_sealed_json,
 )
 from embedding_server.snapshot_parts import check_tables
-from embedding_server.store import MAX_SEQUENCE, UpdateMode
+from embedding_server.store import MAX_SEQUENCE, CutProgress, UpdateMode
 from trainer.tensor_file import TensorFile
 
 DENSE_FILE = "dense.safetensors"
@@ -281,6 +281,11 @@ def _opened(path: Path, size_bytes: int | None) -> Iterator[IO[bytes]]:
             yield file
     except OSError as error:
         raise corrupt(path, f"cannot be read ({error.strerror})") from None
+
+
+def error_of_shards(progress: Sequence[CutProgress]) -> str | None:
+    """Of the first shard that gave the cut up."""
+    return next((f"shard {shard}: {of_shard.error}" for shard, of_shard in enumerate(progress) if of_shard.error), None)
 
 
 def shard_entries(cut: Path, num_shards: int) -> list[ShardEntry]:

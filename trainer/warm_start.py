@@ -1,4 +1,4 @@
-"""Rows from elsewhere into the store of a training loop of one's own: `load` and `restore` of a collection.
+"""Rows into the store of a training loop of one's own, and out of it: `load`, `restore` and `save` of a collection.
 
 Files become a snapshot (import_tables.py) in a temporary folder, and the store restores that: rows come in by one way,
 whatever they come from and wherever the shards are.
@@ -6,27 +6,51 @@ whatever they come from and wherever the shards are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from embedding_server.errors import InvalidInput
+from embedding_server.errors import FrostlineError, InvalidInput
 from embedding_server.spec import OptimizerSpec, TableSpec
 from embedding_server.store import EmbeddingStore, Identity, UpdateMode
 from trainer.import_tables import Imported, ImportRequest, import_tables
 from trainer.interchange import FileFormat
-from trainer.snapshots import cut_name
+from trainer.snapshots import CutName, cut_name, error_of_shards
 
 Files = str | Path | Mapping[str, str | Path]
+#: between two questions how far the shards are
+_POLL_S = 0.05
 
 
-def restore_rows(store: EmbeddingStore, job: str, mode: UpdateMode, cut: Path) -> tuple[Identity, int]:
+def save_rows(store: EmbeddingStore, who: Identity, step: int, folder: Path) -> Path:
+    """A full cut of all rows as they are after `step`, in `folder`, which is made; returns when it is whole.
+
+    InvalidInput, with what the shard said, if one gave up: then nothing of it is left.
+    """
+    cut = folder.absolute() / CutName(who.epoch, step).folder
+    store.begin_cut(who, step, str(cut))
+    while True:
+        progress = store.cut_progress(who)
+        if reason := error_of_shards(progress):
+            with suppress(FrostlineError):  # a shard that cannot be reached: what failed first is what counts
+                store.abandon_cut(who)
+            raise InvalidInput(f"{cut}: {reason}; mend that, or name another folder that all shards can write")
+        if all(of_shard.is_done for of_shard in progress):
+            return cut
+        time.sleep(_POLL_S)
+
+
+def restore_rows(
+    store: EmbeddingStore, job: str, mode: UpdateMode, cut: Path, anew: Collection[str]
+) -> tuple[Identity, int]:
     """Begins an epoch of one worker, whose tables get the rows of a cut; (the worker, the cut's step).
 
     InvalidInput, SegmentCorrupt: then the job's tables are empty, and may be restored from another.
     """
     step = cut_name(cut).step
     who = Identity(job, store.begin_epoch(job, 1, mode, will_restore=True).epoch, 0)
-    store.restore(who, str(cut.absolute()))
+    store.restore(who, str(cut.absolute()), anew)
     return who, step
 
 

@@ -92,6 +92,7 @@ class Watch:
                 arm=log.arm,
                 step=step,
                 samples=samples,
+                since_step=log.since_step,
                 specs=self._specs,
                 infos=infos,
                 traffic={name: self._traffic(name, counts[t]) for t, name in enumerate(self._tables)},

@@ -105,7 +105,7 @@ def test_two_ray_workers_over_grpc_equal_one_process_in_every_arm(ray, tmp_path,
         ("idle", 30, 30),
     ]
     assert said == [
-        "starting Ray; the first run on a machine compiles kernels in workers and shards: a minute, more if it is busy",
+        "starting Ray; the first run on a machine compiles kernels: a minute, more if it is busy",
         "full: trains with 2 Ray workers and 2 new shards",
         "idle: trains with 2 Ray workers and 2 new shards",
     ]

@@ -173,6 +173,17 @@ def test_an_error_of_the_disk_names_the_file(runner, cut, tmp_path, monkeypatch)
     assert not list(tmp_path.glob("out*"))
 
 
+def test_import_says_how_a_job_begins_with_it(runner, tmp_path):
+    save_file({"row_ids": np.arange(2), "weights": np.zeros((2, 4), np.float32)}, tmp_path / "t")
+    words = ["ckpt", "import", str(tmp_path / "t"), "--format", "safetensors", "--table", "t", "--job", "j"]
+    result = runner.invoke(app, [*words, "--snapshot-uri", str(tmp_path / "uri"), "--arm", "idle"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == (
+        "`frostline train JOB.yaml --resume` begins with it, in a job with name: j and"
+        f" snapshots: {{uri: {tmp_path / 'uri'}}}, in arm idle"
+    )
+
+
 def test_options_that_do_not_belong_together_are_refused(runner, cut, tmp_path):
     def refusal(*words: str) -> str:
         result = runner.invoke(app, ["ckpt", "export", str(cut), str(tmp_path / "out"), *words])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from tests.trainer.snapshot_folders import write_part
 from trainer.group import Group
 from trainer.job import Job, make_job
 from trainer.loop import run_worker
-from trainer.report import ArmSummary
+from trainer.report import ArmSummary, bytes_text
 from trainer.snapshot_lock import only_training
 from trainer.snapshots import CutName, chain_of, cuts_in, is_complete, job_folder, read_manifest
+
+WRITTEN = re.compile(r"snapshot of step (\d+): (.*), (full|delta), (\d+\.\d\d kB), \d+\.\d s$")
 
 
 def job_of(uri: Path, mode: str = "sync", **sections) -> Job:
@@ -83,6 +86,12 @@ class PlayedCuts(InprocStore):
 
 
 def run(job: Job, store: InprocStore, folder: Path) -> tuple[ArmSummary, list[str]]:
+    """With the events that were shown, without the lines of snapshots that were written."""
+    summary, lines = run_and_say(job, store, folder)
+    return summary, [line for line in lines if not WRITTEN.match(line)]
+
+
+def run_and_say(job: Job, store: InprocStore, folder: Path) -> tuple[ArmSummary, list[str]]:
     notes: list[str] = []
     try:
         summary = run_worker(job, "main", store, Group(), folder, lambda p: notes.append(p.note) if p.note else None)
@@ -145,6 +154,19 @@ def test_cuts_are_deltas_of_the_one_before_and_what_they_build_on_stays(
     chain = list(chain_of(folder / cuts_in(folder)[-1].folder))
     assert [manifest.step for _, manifest in chain] == stays[::-1]
     assert [manifest.sequence for _, manifest in chain] == [*range(len(stays))][::-1]
+
+
+def test_each_snapshot_is_a_line_that_says_where_it_is_and_no_event(tmp_path: Path) -> None:
+    job = job_of(tmp_path, trainer={"max_steps": 20}, snapshots={"on_finish": True})
+    summary, lines = run_and_say(job, PlayedCuts(), tmp_path / "run")
+    written = [match.groups() for match in map(WRITTEN.match, lines) if match]
+    folder = job_folder(tmp_path, "cutting")
+    assert [of_cut[:3] for of_cut in written] == [
+        ("10", str(folder / CutName(1, 10).folder), "full"),
+        ("20", str(folder / CutName(1, 20).folder), "delta"),
+    ]
+    assert written[-1][3] == bytes_text(summary.snapshot_bytes)
+    assert len(lines) == 2 and summary.mask_info["events"] == []
 
 
 class FailsSometimes(PlayedCuts):

@@ -90,6 +90,11 @@ def test_people_see_rows_bytes_moves_ranks_heat_and_events():
     assert "all" in text
 
 
+def test_samples_and_traffic_of_a_resumed_run_are_said_to_be_of_the_steps_since():
+    text = text_of({"topk": {**DOCUMENT, "since_step": 30}})
+    assert "step 50, 5,000 samples since step 30, as all traffic below" in text
+
+
 def test_an_event_that_was_repeated_is_shown_once_with_its_count():
     text = text_of({"topk": {**DOCUMENT, "events": ["a limit", "something", "a limit"]}})
     assert text.count("event: ") == 2

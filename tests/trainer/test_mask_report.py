@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -61,6 +62,13 @@ def test_the_document_adds_up_tables_and_names_the_one_with_most_hot_rows():
 
 def test_the_total_is_what_the_store_said():
     assert total_stats(mask_document(snapshot())) == USER + FILM
+
+
+def test_updates_a_step_are_those_of_the_steps_that_the_traffic_is_of():
+    document = mask_document(replace(snapshot(), since_step=30))
+    assert document["since_step"] == 30
+    assert document["tables"]["user"]["update_frequency"] == 600 / (20 * 100)
+    assert mask_document(replace(snapshot(), since_step=50))["tables"]["user"]["update_frequency"] is None
 
 
 def test_what_a_table_lacks_is_null():

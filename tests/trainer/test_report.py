@@ -19,6 +19,7 @@ from trainer.report import (
     event_lines,
     final_table,
     restart_lines,
+    resume_lines,
     summarise_arm,
     write_json,
     write_summary,
@@ -109,6 +110,13 @@ def test_events_are_told_once_by_arm_with_the_share_of_default_rows():
         "main: event: full (2 times)",
         "main: 50 rows pulled (25%) were the default row",
     ]
+
+
+def test_a_resumed_arm_says_which_of_its_figures_are_of_the_steps_since():
+    resumed = replace(FULL, resumed_from="/snapshots/job/cut-000000001156-1", resumed_step=1156)
+    (line,) = resume_lines({"full": FULL, "idle": resumed})
+    assert line.startswith("idle: went on from the snapshot of step 1,156: peak bytes, traffic, gradient rows,")
+    assert resume_lines({"full": FULL}) == []
 
 
 def test_final_table_shows_a_dash_where_there_is_no_metric():

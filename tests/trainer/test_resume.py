@@ -4,6 +4,7 @@ bit."""
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from embedding_server.store import EmbeddingStore, Identity, RoutedIds, TableSta
 from trainer.data.registry import open_reader
 from trainer.group import Group
 from trainer.job import Job, make_job
-from trainer.loop import train
+from trainer.loop import run_worker, train
+from trainer.report import ArmSummary
 from trainer.run import build_run
 from trainer.run_log import RunLog
 from trainer.snapshot_search import find_snapshot
@@ -257,6 +259,21 @@ def test_a_run_may_be_resumed_again_and_again(tmp_path: Path) -> None:
         run_ids.add(read_manifest(cut).run)
     assert len(run_ids) == 1
     expect_equal(run(job, Dies(), cut), expected)
+
+
+def test_the_mask_info_of_a_resumed_run_says_which_steps_its_traffic_is_of(tmp_path: Path) -> None:
+    def summary_of(steps: int, resume_from: Path | None = None) -> ArmSummary:
+        job = job_of(tmp_path / "cuts", trainer={"max_steps": steps}, snapshots={"on_finish": True})
+        with closing(InprocStore(memory_limit_bytes=256 << 20)) as store:
+            return run_worker(job, "main", store, Group(), tmp_path / "run", lambda progress: None, resume_from)
+
+    assert summary_of(30).mask_info["since_step"] == 0
+    summary = summary_of(40, find_snapshot(job_of(tmp_path / "cuts"), "main"))
+    mask = summary.mask_info
+    assert (mask["step"], mask["since_step"], mask["samples"]) == (40, 30, 10 * 32)
+    for table in mask["tables"].values():
+        rows = table["rows"]["hot"] + table["rows"]["frozen"]
+        assert table["update_frequency"] == table["traffic"]["gradient_rows"] / (10 * rows)
 
 
 def test_pipelined_a_resumed_run_equals_one_with_the_same_cuts(tmp_path: Path) -> None:

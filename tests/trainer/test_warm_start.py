@@ -275,10 +275,12 @@ def test_a_file_for_each_table_is_loaded_and_one_without_rows_too(tmp_path, stor
     assert list(tmp_path.iterdir()) == list(files.values()) or sorted(tmp_path.iterdir()) == sorted(files.values())
 
 
-def test_a_cut_is_restored_in_one_line(tmp_path, store):
+def test_a_cut_is_saved_and_restored_in_a_line_each(tmp_path, store):
     (model, dense), tables = ours(store, "adagrad")
     train(model, [dense], stream(5, seed=3))
-    folder = cut_of(store, tables, tmp_path, 5)
+    folder = tables.save(tmp_path / "cuts")
+    assert folder == tmp_path / "cuts" / f"cut-000000000005-{tables.identity.epoch}"
+    assert tables.save(tmp_path / "cuts") == folder  # nothing has changed since
     ids = torch.arange(ROWS)
     wanted = rows_of(tables, ids)
     train(model, [dense], stream(2, seed=4))
@@ -287,6 +289,41 @@ def test_a_cut_is_restored_in_one_line(tmp_path, store):
     assert torch.equal(rows_of(tables, ids), wanted)
     model(*(lambda b: (b.dense, b.sparse))(next(stream(1, seed=5)))).sum().backward()
     assert tables.step(RATE).step == 6
+
+
+def test_a_table_that_a_cut_lacks_begins_empty(tmp_path, store):
+    (model, dense), tables = ours(store, "adagrad")
+    train(model, [dense], stream(2, seed=3))
+    folder = tables.save(tmp_path)
+    tables.add_table(EmbeddingBagConfig(name="shop", embedding_dim=DIM, num_embeddings=9, feature_names=["f_shop"]))
+    keys = [*(f"f_{name}" for name in NAMES), "f_shop"]
+    tables(KeyedJaggedTensor(keys, torch.arange(3), lengths=torch.ones(3).long())).values().sum().backward()
+    tables.step(RATE)
+    with pytest.raises(InvalidInput, match="'shop' is not in the snapshot: name it among those that begin anew"):
+        tables.restore(folder)
+    tables.restore(folder, anew=["shop"])
+    hot = {name: stats.rows_hot for name, stats in store.stats().tables.items()}
+    assert hot["shop"] == 0 and hot["user"] > 0
+    with closing(
+        InprocStore(memory_limit_bytes=128 << 20)
+    ) as new:  # where nothing has trained it, it need not be named
+        again = FrostlineEmbeddingBagCollection(
+            tables.embedding_bag_configs(), new, optimizer=OptimizerSpec(kind="adagrad")
+        )
+        again.restore(folder)
+        assert {name: stats.rows_hot for name, stats in new.stats().tables.items()} == hot
+
+
+def test_a_save_that_cannot_be_says_why_and_leaves_nothing(tmp_path, store):
+    (model, dense), tables = ours(store, "adagrad")
+    train(model, [dense], stream(2, seed=3))
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidInput, match=r"file/cut-0.*-1: shard 0: .*Not a directory.*; mend that, or name another"):
+        tables.save(tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    tables(next(stream(1, seed=5)).sparse)
+    with pytest.raises(NotReady, match="save: a step is open"):
+        tables.save(tmp_path)
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path, store):
