@@ -26,7 +26,7 @@ import numpy as np
 from embedding_server.errors import SegmentCorrupt
 from embedding_server.kernels import frozen, paging
 from embedding_server.kernels import locations as kernels
-from embedding_server.kernels.locations import MAX_SLOTS
+from embedding_server.kernels.locations import MAX_SLOTS, SLOT_SHIFT
 from embedding_server.kernels.wire import FLOAT32
 from embedding_server.page_reads import PAGE_BYTES, PageReads
 from embedding_server.segment_builder import SegmentBuilder
@@ -60,6 +60,7 @@ class SegmentRows:
         self._bits = np.zeros(MAX_SLOTS, np.uint8)
         self._maps, self._states, self._sizes = np.zeros((3, MAX_SLOTS), np.int64)
         self._files: dict[int, MappedSegment] = {}
+        self._cold: set[int] = set()
 
     def set_buffer(self, builder: SegmentBuilder) -> None:
         """The slot's rows lie in this builder."""
@@ -80,9 +81,17 @@ class SegmentRows:
         self._sizes[slot] = segment.size_bytes
         self._files[slot] = segment
 
+    def mark_cold(self, slot: int) -> None:
+        """The slot's rows have accumulators of another optimizer, which nobody is to take: they read as 0."""
+        self._cold.add(slot)
+
+    def is_cold(self, slot: int) -> bool:
+        return slot in self._cold
+
     def clear(self, slot: int) -> None:
         """The slot has no rows."""
         self._files.pop(slot, None)
+        self._cold.discard(slot)
         self._bases[:, slot] = self._maps[slot] = self._states[slot] = self._sizes[slot] = self._bits[slot] = 0
 
     # Reading: locations uint32[n], each of a slot with rows. SegmentCorrupt if a block under them is damaged.
@@ -114,10 +123,21 @@ class SegmentRows:
     def read_all(self, locations: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Rows float32[n, D], accumulators uint8[n] and visits uint8[n]: what a thaw needs."""
         self.page_in_if_cold(locations, READ_PARTS)
-        return self.read(locations), self.bytes_of(locations, Part.ACCUMULATORS), self.bytes_of(locations, Part.VISITS)
+        return self.read(locations), self.accumulators_of(locations), self.visits_of(locations)
 
-    def bytes_of(self, locations: np.ndarray, part: Part) -> np.ndarray:
-        """uint8[n]: accumulators or visits."""
+    def accumulators_of(self, locations: np.ndarray) -> np.ndarray:
+        """uint8[n]: encoded accumulators."""
+        out = self._bytes_of(locations, Part.ACCUMULATORS)
+        if self._cold:
+            slots = (locations >> np.uint32(SLOT_SHIFT)) & np.uint32(MAX_SLOTS - 1)
+            out[np.isin(slots, list(self._cold))] = 0
+        return out
+
+    def visits_of(self, locations: np.ndarray) -> np.ndarray:
+        """uint8[n]: visits when each row froze, up to 255."""
+        return self._bytes_of(locations, Part.VISITS)
+
+    def _bytes_of(self, locations: np.ndarray, part: Part) -> np.ndarray:
         self._check(locations, part)
         out = np.empty(locations.shape[0], np.uint8)
         kernels.gather_bytes(locations, self._bases[part], out)

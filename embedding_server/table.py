@@ -41,7 +41,8 @@ from embedding_server.policy import control_buckets
 from embedding_server.reserved import ReservedArray
 from embedding_server.safe_name import safe_name
 from embedding_server.segment_builder import MAX_SEGMENT_BYTES
-from embedding_server.segments import SMALL_BYTES, SegmentSet
+from embedding_server.segment_growth import SMALL_BYTES
+from embedding_server.segments import SegmentSet
 from embedding_server.slots import MemoryBudget, Slots
 from embedding_server.spec import TableSpec
 from embedding_server.store import BAND_SHIFT, FOUND, NUM_BUCKETS, TRAINABLE, Frostline, TableStats, WireDtype

@@ -420,7 +420,7 @@ def test_a_cut_that_a_thread_writes_while_rows_change_is_that_of_its_step(tmp_pa
 def test_objects_outlive_merges_and_the_shard_and_are_written_once(tmp_path: Path) -> None:
     with _plain(tmp_path) as shards:
         for table in shards.tables():
-            table.segments._small_rows = dict.fromkeys(table.segments.formats, 0)  # each gets a file
+            table.segments._growth.small_bytes = 0  # each gets a file
         shards.train(np.arange(30, 60, dtype=np.int64))
         shards.reselect()
         while shards.shards[0].maintain():
@@ -464,7 +464,7 @@ def _largest_object(folder: Path) -> Path:
 def _with_a_file(folder: Path) -> CutShards:
     """A shard with some 4,000 rows frozen, none of them in a buffer."""
     shards = _plain(folder, num_rows=4000, policy=PolicySpec(kind="idle", idle_steps=1, control_fraction=0.0))
-    shards.tables()[0].segments._small_rows = dict.fromkeys(shards.tables()[0].segments.formats, 0)
+    shards.tables()[0].segments._growth.small_bytes = 0
     shards.train(np.arange(9000, 9003, dtype=np.int64))
     shards.reselect()
     while shards.shards[0].maintain():
@@ -550,7 +550,7 @@ def test_segments_are_held_until_the_cut_has_them(tmp_path: Path) -> None:
     row_ids = np.arange(60, dtype=np.int64)
     with CutShards([TableSpec(name="t", dim=8, policy=policy)]) as shards:
         table = shards.tables()[0]
-        table.segments._small_rows = dict.fromkeys(table.segments.formats, 0)  # each gets a file
+        table.segments._growth.small_bytes = 0  # each gets a file
         for part in (row_ids[:20], row_ids[20:40], row_ids[40:], row_ids[:9]):
             shards.train(part)
             shards.reselect()

@@ -82,7 +82,7 @@ def test_a_chain_equals_a_full_cut_of_the_same_step(tmp_path_factory, data, writ
     some_ids = st.sets(st.sampled_from(POOL.tolist()), max_size=30)
     with CutShards([spec], writes, mode=mode) as shards:
         for table in shards.tables():
-            table.segments._small_rows = dict.fromkeys(table.segments.formats, data.draw(st.sampled_from([0, 1 << 20])))
+            table.segments._growth.small_bytes = data.draw(st.sampled_from([0, 1 << 20]))
         parent = None
         for number in range(data.draw(st.integers(2, 4))):
             for k in range(data.draw(st.integers(1, 2))):

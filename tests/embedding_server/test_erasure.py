@@ -111,7 +111,7 @@ def in_memory(shards: Trained, row_ids: np.ndarray) -> int:
     for table in shards.tables():
         slots = np.arange(table.slots.high_water, dtype=np.int32)
         found += int(np.isin(table.hot.read(slots)[0][:, 0], wanted).sum())
-        for builder in table.segments._builders.values():
+        for builder in table.segments._slots.builders.values():
             found += int(np.isin(builder.arrays().row_ids, row_ids).sum())
             found += int(np.isin(builder.arrays().rows[:, :4].copy().view(np.float32), wanted).sum())
     return found
@@ -197,7 +197,7 @@ def test_a_file_that_waits_for_the_disk_and_a_merge_under_way(trained: Callable[
     table = shards.tables()[0]
     every = frozen_in_files(shards)
     shards.train(every[::3])  # a third of the file is dead: a merge is due
-    while table.segments._merge is None or table.segments._merge.output.num_rows == 0:
+    while (output := table.segments._merges.output) is None or output.num_rows == 0:
         assert shards.shards[0].maintain()
     shards.idle()
     shards.reselect()  # a second segment, which waits for its file

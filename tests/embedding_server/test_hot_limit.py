@@ -14,7 +14,7 @@ from embedding_server.errors import InvalidInput
 from embedding_server.kernels.hashing import buckets_of
 from embedding_server.policy import compute_frostline, control_buckets
 from embedding_server.reserved import PAGE_BYTES
-from embedding_server.segments import MAX_SCATTERED
+from embedding_server.segment_growth import MAX_SCATTERED
 from embedding_server.shard import Shard, ShardGradients
 from embedding_server.slots import Slots
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec

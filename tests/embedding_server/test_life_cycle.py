@@ -203,7 +203,7 @@ class Life:
     def _check_traces(self, name: str, table: ModelTable) -> None:
         gone = np.array(sorted(table.gone), np.int64)
         for of_shard in self.shards.tables(name):
-            for builder in of_shard.segments._builders.values():
+            for builder in of_shard.segments._slots.builders.values():
                 assert not np.isin(builder.arrays().row_ids, gone).any()
         for path in self.folder.rglob("*.safetensors"):
             if path.parent.name.startswith(name):

@@ -14,6 +14,7 @@ from embedding_server.errors import SegmentCorrupt, UnknownTable
 from embedding_server.hints import CHECKED_ROWS, FOUND_ROWS, Hint, pieces_of
 from embedding_server.inproc import InprocStore
 from embedding_server.page_reads import PageReads
+from embedding_server.segment_merge import SegmentMerges
 from embedding_server.segment_reader import CHECKED
 from embedding_server.segments import SegmentSet
 from embedding_server.shard import Shard, ShardGradients
@@ -82,18 +83,19 @@ def _until_done(next_slice: Callable[[], bool], shard: Shard, hint: TakesHint) -
 def test_nothing_shows_of_hints_at_any_time(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, bool]] = []  # frozen rows of a hint, and whether a merge was under way
     merges: list[int] = []
-    find_pages, end_merge = SegmentSet.find_pages, SegmentSet._end_merge
+    find_pages, end_merge = SegmentSet.find_pages, SegmentMerges.end
 
     def noting_find_pages(self: SegmentSet, locations: np.ndarray, around: int) -> PageReads:
-        asked.append((locations.size, self._merge is not None))
+        asked.append((locations.size, self._merges.output is not None))
         return find_pages(self, locations, around)
 
-    def noting_end_merge(self: SegmentSet) -> None:
-        merges.append(1)
+    def noting_end_merge(self: SegmentMerges) -> None:
+        if self.output is not None:
+            merges.append(1)
         end_merge(self)
 
     monkeypatch.setattr(SegmentSet, "find_pages", noting_find_pages)
-    monkeypatch.setattr(SegmentSet, "_end_merge", noting_end_merge)
+    monkeypatch.setattr(SegmentMerges, "end", noting_end_merge)
     rng = np.random.default_rng(seed)
 
     def hint(shard: Shard) -> None:
@@ -154,7 +156,7 @@ def test_a_hint_checks_blocks_and_leaves_damage_to_the_read(tmp_path: Path) -> N
     while not shard.reselect(who, 3, {})[1]:
         pass
     shard.settle()
-    (segment,) = shard._tables["t"].segments._mapped.values()
+    (segment,) = shard._tables["t"].segments._slots.mapped.values()
     start = segment.arrays.rows.ctypes.data - segment.address
     with open(segment.path, "r+b") as file:
         file.seek(start + segment.arrays.rows.nbytes // 2)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from embedding_server import heat, segments, table_cut
+from embedding_server import heat, segment_growth, table_cut
 from embedding_server.errors import FrostlineError, InvalidInput, NotReady, Overloaded, SegmentCorrupt
 from embedding_server.snapshot_format import read_shard_record, write_sealed_json
 from embedding_server.snapshot_parts import check_tables, read_parts, tables_in
@@ -54,7 +54,7 @@ def test_any_cut_restores_and_goes_on_bit_for_bit(tmp_path_factory, data, writes
     root = tmp_path_factory.mktemp("cut") / "job"
     spec = spec_of(data.draw(policies), data.draw(optimizers))
     mode = data.draw(st.sampled_from(["sync", "pipelined"]))
-    small = data.draw(st.sampled_from([0, segments.SMALL_BYTES]))
+    small = data.draw(st.sampled_from([0, segment_growth.SMALL_BYTES]))
     batches = data.draw(st.lists(st.sets(st.sampled_from(POOL.tolist()), max_size=40), min_size=2, max_size=7))
     cut_at = data.draw(st.integers(1, len(batches)))
     reselects = data.draw(st.lists(st.booleans(), min_size=len(batches), max_size=len(batches)))
@@ -68,7 +68,7 @@ def test_any_cut_restores_and_goes_on_bit_for_bit(tmp_path_factory, data, writes
     with pytest.MonkeyPatch.context() as patch, CutShards([spec], writes, mode=mode) as shards:
         patch.setattr(table_cut, "_SLICE_ROWS", 3)
         for table in shards.tables():
-            table.segments._small_rows = dict.fromkeys(table.segments.formats, small)
+            table.segments._growth.small_bytes = small
         for k in range(cut_at):
             step(shards, k)
         folder = shards.begin_cut(root)

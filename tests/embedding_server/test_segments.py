@@ -57,7 +57,7 @@ class Harness:
             clock=lambda: self.now,
             **options,
         )
-        assert self.segments._capacity[8] == capacity
+        assert self.segments._slots.capacity[8] == capacity
         self.model: dict[int, tuple[int, bytes, int, int]] = {}
         self.total = 0
 
@@ -537,11 +537,11 @@ def absent_pages(path: Path) -> int:
 def drop_from_memory(large: Harness) -> None:
     """The kernel keeps pages that some process maps, so the set maps the file anew after they went."""
     (path,) = large.files()
-    slot, segment = next(iter(large.segments._mapped.items()))
+    slot, segment = next(iter(large.segments._slots.mapped.items()))
     segment.close()
     evict(path)
-    large.segments._mapped[slot] = open_segment(path, verify=False)
-    large.segments._reader.set_file(slot, large.segments._mapped[slot])
+    large.segments._slots.mapped[slot] = open_segment(path, verify=False)
+    large.segments._reader.set_file(slot, large.segments._slots.mapped[slot])
 
 
 def wait_until(condition) -> None:
@@ -581,9 +581,9 @@ def test_reading_ahead_brings_the_blocks_of_rows_in_and_changes_nothing(large):
 def test_reading_checked_rows_ahead_brings_what_lies_around_them(large, around, most_pages):
     large.check()  # every block is checked
     (path,) = large.files()
-    states = next(iter(large.segments._mapped.values())).block_states.copy()
+    states = next(iter(large.segments._slots.mapped.values())).block_states.copy()
     drop_from_memory(large)
-    next(iter(large.segments._mapped.values())).block_states[:] = states
+    next(iter(large.segments._slots.mapped.values())).block_states[:] = states
     absent = absent_pages(path)
     if absent < 50:
         pytest.skip("this file system keeps its pages")
@@ -1158,10 +1158,10 @@ def test_random_histories_equal_the_dictionary(tmp_path_factory, bits, history):
         harness.check()
     assert harness.segments.bytes_in_memory == 0
     assert harness.segments.num_segments == len(harness.files())
-    live, capacity = harness.segments._rows - harness.segments._dead, harness.segments._capacity
-    for fmt, most in capacity.items():
-        slots = [slot for slot, mapped in harness.segments._mapped.items() if mapped.format.bits == fmt]
-        assert np.count_nonzero(2 * live[slots] <= most) <= MAX_SEGMENTS
+    slots = harness.segments._slots
+    for bits, most in slots.capacity.items():
+        of_format = [slot for slot, mapped in slots.mapped.items() if mapped.format.bits == bits]
+        assert np.count_nonzero(2 * (slots.rows - slots.dead)[of_format] <= most) <= MAX_SEGMENTS
     for path in harness.files():
         open_segment(path, verify=True).close()
     harness.segments.close()

@@ -419,7 +419,7 @@ class CheckedShard:
 def _check_erased(name: str, table: Table, erased: set[int]) -> None:
     """No segment has them any more but those that are known to be looked through yet."""
     segments = table.segments
-    for slot in np.flatnonzero(segments._rows).tolist() if erased else ():
+    for slot in np.flatnonzero(segments._slots.rows).tolist() if erased else ():
         if not segments.is_erasing(slot):
             stage = segments.stage_of(slot)
             arrays = stage.arrays if isinstance(stage, MappedSegment) else stage.arrays()
