@@ -5,9 +5,9 @@ returns within milliseconds. Calls that must wait for other workers return a fut
 
 The core knows no clock, no network and no threads; files are written only for segments, cuts and the epochs.
 
-State: the tables (table.py), the book of jobs (jobs.py), and how far an Advance, a cut or a restore is (advance.py,
-cut.py, restore.py). What else a Shard is made of keeps no rows and no steps: request_checks.py refuses, hot_path.py and
-pushes.py act.
+State: the tables (table.py), the book of jobs (jobs.py), and how far an Advance, a cut, a restore or a drop of tables is
+(advance.py, job_cuts.py, restore.py, table_drop.py). What else a Shard is made of keeps no rows and no steps:
+request_checks.py refuses, pulls.py, pushes.py and hot_path.py act.
 
 Invariants:
 1. A call that raises, or whose future holds an error, has changed nothing.
@@ -22,24 +22,24 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
 from embedding_server import cold_path
 from embedding_server.advance import Advances
-from embedding_server.cut import Cut, CutRequest, Parents, check_parent
+from embedding_server.cut import CutRequest
 from embedding_server.data_folder import DataFolder
 from embedding_server.erasure import Erasures, check_num_ids
-from embedding_server.errors import InvalidInput, NotReady
-from embedding_server.failpoints import failpoint
+from embedding_server.errors import InvalidInput
 from embedding_server.gradients import ShardGradients
 from embedding_server.heap import release_free_heap
 from embedding_server.hot_limit import give_back_others
 from embedding_server.hot_path import HotPath
+from embedding_server.job_cuts import JobCuts
 from embedding_server.jobs import JobBook
 from embedding_server.kernels import choose_backend
 from embedding_server.page_reads import PageReads, bytes_around
+from embedding_server.pulls import Pulls
 from embedding_server.pushes import Pushes
 from embedding_server.request_checks import RequestChecks, check_parts, check_wire_dtype
 from embedding_server.restore import Restore
@@ -65,15 +65,12 @@ from embedding_server.store import (
     WireDtype,
 )
 from embedding_server.table import Table
-from embedding_server.table_drop import TableDrop, check_names
+from embedding_server.table_drop import TableDrops, check_names
 from embedding_server.table_threads import TableThreads
 
 __all__ = ["Shard", "ShardGradients"]
 
-T = TypeVar("T")
-
 MAX_EVENTS = 100
-_CUT_SLICES = 16  # in a call of an Advance, each of 1 to 2 ms
 _MOVES_BETWEEN_RELEASES = 1 << 18  # fewer leave little behind, and what is released must be faulted in again
 
 
@@ -113,14 +110,12 @@ class Shard:
         self._threads = TableThreads(threads)
         self._rows = HotPath(self._threads)
         self._checks = RequestChecks(self._tables, self.buckets)
+        self._pulls = Pulls(self._tables, self._rows, self._checks)
         self._pushes = Pushes(self._tables, self._rows, self._checks, self._events.append)
         self._advances = Advances(self._tables)
         self._erasures = Erasures(self.buckets)
-        #: by job and names: tables that are gone, whose memory and files are not, or that nobody has asked about since
-        self._drops: dict[tuple[str, frozenset[str]], TableDrop] = {}
-        self._cut: Cut | None = None  # the last one that began
-        self._cuts: dict[str, Cut] = {}  # the last one of each job
-        self._parents: dict[str, Parents] = {}  # what a delta may build on, by job, of its running epoch
+        self._drops = TableDrops()
+        self._cuts = JobCuts(self.buckets, writer, self._events.append)
         self._restores: dict[str, Restore] = {}  # under way, by job
         self._moves_at_release = 0  # rows frozen, thawed, forgotten before the last release_free_heap
 
@@ -134,8 +129,7 @@ class Shard:
     def create_tables(self, specs: Sequence[TableSpec]) -> None:
         """All or none: what is wrong with a spec is found before anything is created."""
         for spec in self._checks.new_specs(specs):
-            for key in [key for key in self._drops if spec.name in key[1]]:
-                self._drops.pop(key).finish()  # before another one takes its place
+            self._drops.finish(spec.name)  # before another one takes its place
             table = self._tables[spec.name] = self._new_table(spec)
             self._rows.add(table)
 
@@ -143,23 +137,20 @@ class Shard:
         """One slice of deleting tables with their rows and files. True: they are gone. Else call again."""
         check_names(names)
         self._check_barrier(who, step)
-        key = (who.job, frozenset(names))
-        if key not in self._drops:
+        if not self._drops.has(who.job, names):
             for name in names:
                 self._checks.table(name)
                 self._checks.owner(who.job, name)
-            if not self._is_free_of_cuts():
+            if not self._cuts.free_tables():
                 return False
             self._advances.abandon(who.job)
             self._erasures.end(who.job)
-            self._drops[key] = TableDrop([self._tables.pop(name) for name in key[1]])
-            for name in key[1]:
-                self._rows.remove(name)
-            failpoint("drop.begin")
-        self._drops[key].slice()
-        if not self._drops[key].is_over:
+            tables = [self._tables.pop(name) for name in set(names)]
+            for table in tables:
+                self._rows.remove(table.spec.name)
+            self._drops.begin(who.job, tables)
+        if not self._drops.go_on(who.job, names):
             return False
-        del self._drops[key]
         release_free_heap()
         return True
 
@@ -202,9 +193,7 @@ class Shard:
         info = self._jobs.begin_epoch(job, num_workers, mode, epoch, will_restore)
         self._advances.abandon(job)
         self._erasures.end(job)
-        if job in self._cuts:
-            self._cuts[job].abandon()
-        self._parents.pop(job, None)
+        self._cuts.end_epoch(job)
         if job in self._restores:
             self._restores.pop(job).abandon()
         return info
@@ -223,48 +212,15 @@ class Shard:
     ) -> Future[dict[str, Rows]]:
         """`buffers` is asked where the rows are to lie when the pull runs; None: in arrays of their own."""
         check_wire_dtype(wire_dtype)
-
-        def read(is_repeat: bool) -> dict[str, Rows]:
-            if is_repeat:
-                return self._rows.read(ids, wire_dtype, buffers, always_default=True)
-            return self._rows.pull(ids, step, wire_dtype, buffers)
-
-        return self._pull_in_order(who, step, ids, part, num_parts, read)
+        job = self._jobs.job_of(who)
+        check_parts(part, num_parts)
+        return self._pulls.pull(job, who.worker, step, ids, wire_dtype, part, num_parts, buffers)
 
     def pull_in_place(
         self, who: Identity, step: int, ids: Mapping[str, np.ndarray], use: Callable[[Mapping[str, PlacedRows]], None]
     ) -> Future[None]:
         """As pull; use(rows) runs when it is this Pull's turn, inside whatever call that happens in."""
-
-        def read(is_repeat: bool) -> None:
-            use(self._rows.read_in_place(ids) if is_repeat else self._rows.pull_in_place(ids, step))
-
-        return self._pull_in_order(who, step, ids, 0, 1, read)
-
-    def _pull_in_order(
-        self,
-        who: Identity,
-        step: int,
-        ids: Mapping[str, np.ndarray],
-        part: int,
-        num_parts: int,
-        read: Callable[[bool], T],
-    ) -> Future[T]:
-        """Checks a Pull and calls read(is_repeat) when it is its turn."""
-        job = self._jobs.job_of(who)
-        check_parts(part, num_parts)
-        for name, row_ids in ids.items():
-            self._checks.ids(name, row_ids)
-            self._checks.owner(who.job, name)
-
-        def read_and_own(is_repeat: bool) -> T:
-            rows = read(is_repeat)
-            if not is_repeat:
-                for name in ids:
-                    self._tables[name].job = who.job
-            return rows
-
-        return job.pull_in_turn(who.worker, step, part, num_parts, read_and_own)
+        return self._pulls.pull_in_place(self._jobs.job_of(who), who.worker, step, ids, use)
 
     # Push -------------------------------------------------------------------------------------------------------------
 
@@ -309,14 +265,14 @@ class Shard:
         self._check_barrier(who, step)
         for name, frostline in frostlines.items():
             self._checks.frostline(who.job, name, frostline)
-        if not self._is_free_of_cuts():
+        if not self._cuts.free_tables():
             return {}, False
         return self._advances.reselect(who.job, step, frostlines)
 
     def end_data_pass(self, who: Identity, step: int) -> tuple[dict[str, Moves], bool]:
         """One slice of forgetting what is rare (epoch_end: forget_rare), as reselect."""
         self._check_barrier(who, step)
-        if not self._is_free_of_cuts():
+        if not self._cuts.free_tables():
             return {}, False
         return self._advances.end_data_pass(who.job, step)
 
@@ -333,7 +289,7 @@ class Shard:
         for name, row_ids in ids.items():
             self._checks.row_ids(name, row_ids)
             self._checks.owner(who.job, name)
-        if not self._is_free_of_cuts():
+        if not self._cuts.free_tables():
             return {}, False
         self._advances.abandon(who.job)
         tables = {name: (self._tables[name], row_ids) for name, row_ids in ids.items()}
@@ -341,12 +297,6 @@ class Shard:
 
     def _check_barrier(self, who: Identity, step: int) -> None:
         self._jobs.job_of(who).steps.check_barrier(step)
-
-    def _is_free_of_cuts(self) -> bool:
-        """No table is kept by a cut any more; else that was a bounded part of what the cut has to do first."""
-        if self._cut is None:
-            return True
-        return not all(self._cut.slice_tables() for _ in range(_CUT_SLICES))
 
     # Cut and restore ------------------------------------------------------------------------------------------------
 
@@ -364,38 +314,30 @@ class Shard:
         self._check_barrier(who, step)
         request = CutRequest(who, step, folder, part, num_parts, parent)
         request.check()
-        last = self._cuts.get(who.job)
-        if last is not None and last.request == request and last.stands:
+        if self._cuts.has(request):
             return True
-        if self._cut is not None and self._cut.is_under_way:
-            if not self._cut.slice():
-                self._cut.wait()
+        if not self._cuts.make_way():
             return False
-        parents = self._parents.setdefault(who.job, {})
-        check_parent(request, parents)
+        self._cuts.check_parent(request)
         self._advances.abandon(who.job)
         tables = {name: table for name, table in self._tables.items() if table.job in (None, who.job)}
-        self._cut = self._cuts[who.job] = Cut(request, tables, self.buckets, self._writer, self._events.append, parents)
+        self._cuts.begin(request, tables)
         return True
 
     def cut_progress(self, who: Identity) -> CutProgress:
         """Of the last cut that this epoch of the job began. NotReady if there is none."""
         self._jobs.job_of(who)
-        cut = self._cuts.get(who.job)
-        if cut is None or cut.request.who.epoch != who.epoch:
-            raise NotReady(f"job {who.job!r}: epoch {who.epoch} has begun no cut on this shard; call begin_cut first")
-        return cut.progress()
+        return self._cuts.progress(who)
 
     def abandon_cut(self, who: Identity) -> None:
         """Ends the job's cut that is being written, if there is one, and removes its files."""
         self._jobs.job_of(who)
-        if who.job in self._cuts:
-            self._cuts[who.job].abandon()
+        self._cuts.abandon(who.job)
 
     @property
     def is_cutting(self) -> bool:
         """A cut is being written: maintain has work of it, unless it waits for the writer."""
-        return self._cut is not None and self._cut.is_under_way
+        return self._cuts.is_under_way
 
     def restore(self, who: Identity, folder: Path, anew: Collection[str] = ()) -> bool:
         """One slice of filling the job's tables from the cut in `folder` (restore.py). True: the job is at the cut's
@@ -451,10 +393,9 @@ class Shard:
     @property
     def is_being_written(self) -> bool:
         """The writer has work of this shard: maintain has more to do once it is done."""
-        if self._cut is not None and self._cut.is_waiting:
+        if self._cuts.is_waiting or self._drops.are_under_way:
             return True
-        drops = any(not drop.is_over for drop in self._drops.values())
-        return drops or any(table.segments.is_being_written for table in self._tables.values())
+        return any(table.segments.is_being_written for table in self._tables.values())
 
     def stats(self) -> StoreStats:
         """Of settled tables, so that figures do not depend on how far the background work is."""
@@ -477,11 +418,7 @@ class Shard:
     def maintain(self) -> bool:
         """One slice of background work: of a cut, or of some table (compaction, segment files, merges). True if more is
         waiting."""
-        if self._cut is not None and self._cut.slice():
-            return True
-        if any(drop.slice() for drop in self._drops.values()) or any(
-            table.maintain() for table in self._tables.values()
-        ):
+        if self._cuts.slice() or self._drops.slice() or any(table.maintain() for table in self._tables.values()):
             return True
         moves = sum(table.moves_frozen + table.moves_thawed + table.moves_forgotten for table in self._tables.values())
         if moves - self._moves_at_release > _MOVES_BETWEEN_RELEASES:
@@ -490,14 +427,12 @@ class Shard:
         return False
 
     def close(self) -> None:
-        if self._cut is not None:
-            self._cut.abandon()
+        self._cuts.close()
         for restore in self._restores.values():
             restore.abandon()
         for table in self._tables.values():
             table.close()
-        for drop in self._drops.values():
-            drop.finish()
+        self._drops.close()
         self._tables.clear()
         self._threads.close()
         self._folder.close()

@@ -5,7 +5,7 @@ Giving gigabytes back to the kernel takes tenths of a second, deleting a file of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from embedding_server.errors import InvalidInput
@@ -21,6 +21,52 @@ def check_names(names: object) -> None:
     """InvalidInput unless it is a list of texts; a text would be taken for the tables that its letters name."""
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise InvalidInput(f"tables to drop are {names!r:.200}; give a list of names")
+
+
+class TableDrops:
+    """Of a shard: tables that are gone, whose memory and files are not, or that nobody has asked about since.
+
+    Thread safety: none; the thread that owns the shard calls.
+    """
+
+    def __init__(self) -> None:
+        self._drops: dict[tuple[str, frozenset[str]], TableDrop] = {}  # by job and names
+
+    @property
+    def are_under_way(self) -> bool:
+        return any(not drop.is_over for drop in self._drops.values())
+
+    def has(self, job: str, names: Collection[str]) -> bool:
+        """A drop of just these tables by the job has begun, and go_on has not told yet that it is over."""
+        return (job, frozenset(names)) in self._drops
+
+    def begin(self, job: str, tables: Sequence[Table]) -> None:
+        """The tables are the drop's from here on: nobody else finds them any more."""
+        self._drops[job, frozenset(table.spec.name for table in tables)] = TableDrop(tables)
+        failpoint("drop.begin")
+
+    def go_on(self, job: str, names: Collection[str]) -> bool:
+        """A slice of a drop that has begun. True: it is over, and forgotten."""
+        key = job, frozenset(names)
+        self._drops[key].slice()
+        if not self._drops[key].is_over:
+            return False
+        del self._drops[key]
+        return True
+
+    def slice(self) -> bool:
+        """A bounded part of some drop. False: nothing can be done now."""
+        return any(drop.slice() for drop in self._drops.values())
+
+    def finish(self, name: str) -> None:
+        """Ends every drop of a table of this name, at once."""
+        for key in [key for key in self._drops if name in key[1]]:
+            self._drops.pop(key).finish()
+
+    def close(self) -> None:
+        """Ends all of them."""
+        for drop in self._drops.values():
+            drop.finish()
 
 
 class TableDrop:

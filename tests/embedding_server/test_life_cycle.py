@@ -151,7 +151,7 @@ class Life:
         self._cut = folder, copy.deepcopy(self.tables)
 
     def finish_cut(self) -> None:
-        if self._cut is not None and any(shard._cut is not None for shard in self.shards.shards):
+        if self._cut is not None and any(shard._cuts._newest is not None for shard in self.shards.shards):
             self.shards.finish_cut()
 
     def restore(self, seed: int) -> None:

@@ -333,7 +333,7 @@ class CheckedShard:
     def begin_cut(
         self, who: Identity, step: int, folder: Path, part: int, num_parts: int, parent: Path | None = None
     ) -> bool:
-        last = self.shard._cuts.get(JOB)
+        last = self.shard._cuts.last_of(JOB)
         expected = _tried(lambda: self.model.check_barrier(who, step))
 
         def work() -> bool:
@@ -342,7 +342,7 @@ class CheckedShard:
         # A repeat may come late; and what a shard may build a delta on, it knows better than whoever asks.
         may_refuse = (folder / MANIFEST).exists() or parent is not None
         done = work() if expected is None and may_refuse else self._agreed("begin_cut", expected, work)
-        if self.shard._cuts.get(JOB) is not last:
+        if self.shard._cuts.last_of(JOB) is not last:
             self._settle_pass()
             self._cuts.note(folder, part, num_parts, step, self.model.without_foreign())
         return done

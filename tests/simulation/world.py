@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from embedding_server import erasure, preimages, restore, segment_merge, shard, table, table_cut, table_pass
+from embedding_server import erasure, job_cuts, preimages, restore, segment_merge, table, table_cut, table_pass
 from embedding_server.segments import SegmentSet
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
 from embedding_server.store import UpdateMode
@@ -142,7 +142,7 @@ def made_small(sizes: Sizes, clock: Clock) -> Iterator[None]:
         put(table_pass, "ENTRIES_PER_SLICE", 4 * rows)
         put(segment_merge, "SLICE_ROWS", 2 * rows)
         put(restore, "_ROWS_AT_ONCE", 4 * rows)
-        put(shard, "_CUT_SLICES", 3)
+        put(job_cuts, "_SLICES", 3)
         put(preimages, "_LEAST_BYTES", 1 << 13)
         put(erasure, "MAX_IDS_PER_CALL", 5)
         if sizes.small_segments:
