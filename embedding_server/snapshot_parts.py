@@ -75,7 +75,7 @@ def tables_in(records: Sequence[ShardRecord]) -> list[str]:
     return [name for name, tables in found.items() if len(tables) == len(records) or any(map(_has_rows, tables))]
 
 
-def check_tables(cut: Path, records: Sequence[ShardRecord]) -> None:
+def check_none_is_partly_dropped(cut: Path, records: Sequence[ShardRecord]) -> None:
     """InvalidInput if one shard lacks a table that others have rows of: no shard could be restored from the cut."""
     for name in tables_in(records):
         lacking = [record.part for record in records if all(table.spec.name != name for table in record.tables)]

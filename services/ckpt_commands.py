@@ -161,11 +161,11 @@ def gc(
     console = Console(stderr=as_json)
     with _errors_to_exit_status(console, uri):
         from trainer.row_id_files import read_erasures
-        from trainer.snapshot_erase import check_tables
+        from trainer.snapshot_erase import check_erased_tables
         from trainer.snapshot_list import job_folders
 
         erased, folders = read_erasures(erase or []), job_folders(uri)
-        check_tables(uri, folders, erased)
+        check_erased_tables(uri, folders, erased)
     outcomes = [_collect(folder, keep, min_age_s, erased, dry_run=dry_run) for folder in folders]
     removals = [outcome for outcome in outcomes if not isinstance(outcome, _Failure)]
     failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]

@@ -47,7 +47,7 @@ _AT_FDCWD = -100
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def check_tables(uri: Path, folders: Sequence[Path], erased: Erased) -> None:
+def check_erased_tables(uri: Path, folders: Sequence[Path], erased: Erased) -> None:
     """InvalidInput if a table is in no snapshot of these folders of jobs: its name, or the URI, is another than was
     meant, and nothing would be erased. What cannot be read tells nothing: it is told of later."""
     known: set[str] = set()

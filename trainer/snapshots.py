@@ -51,7 +51,7 @@ from embedding_server.snapshot_format import (
     segment_object,
     write_sealed_json,
 )
-from embedding_server.snapshot_parts import check_tables
+from embedding_server.snapshot_parts import check_none_is_partly_dropped
 from embedding_server.store import MAX_SEQUENCE, CutProgress, UpdateMode
 from trainer.tensor_file import TensorFile
 
@@ -292,7 +292,7 @@ def shard_entries(cut: Path, num_shards: int) -> list[ShardEntry]:
     """What the shards have left in a cut. SegmentCorrupt if the part of one is missing, InvalidInput if a table is."""
     paths = [record_path(cut, part, num_shards) for part in range(num_shards)]
     found = [_read(path) for path in paths]
-    check_tables(cut, [read_shard_record(path.parent) for path in paths])
+    check_none_is_partly_dropped(cut, [read_shard_record(path.parent) for path in paths])
     return [ShardEntry(part=part, size_bytes=len(data), crc32=crc32(data)) for part, data in enumerate(found)]
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from embedding_server import heat, segment_growth, table_cut
 from embedding_server.errors import FrostlineError, InvalidInput, NotReady, Overloaded, SegmentCorrupt
 from embedding_server.snapshot_format import read_shard_record, write_sealed_json
-from embedding_server.snapshot_parts import check_tables, read_parts, tables_in
+from embedding_server.snapshot_parts import check_none_is_partly_dropped, read_parts, tables_in
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
 from tests.embedding_server.cut_shards import CutShards
 
@@ -197,9 +197,9 @@ def test_tables_that_some_shards_have_alone(tmp_path: Path) -> None:
         records = [part.record for part in read_parts(cut)]
         if is_torn:
             with pytest.raises(InvalidInput, match=r"table 'new' has rows, and is missing on shards \[1\]"):
-                check_tables(cut, records)
+                check_none_is_partly_dropped(cut, records)
         else:
-            check_tables(cut, records)
+            check_none_is_partly_dropped(cut, records)
         assert tables_in(records) == ["old", "new"][: 1 + is_torn]
     with CutShards([old], 3, will_restore=True) as shards:
         shards.restore(created)

@@ -25,7 +25,7 @@ from tests.embedding_server.test_erasure import DIM, ids_of, traces, values_of
 from tests.trainer.test_snapshots import manifest_of
 from trainer import snapshot_erase
 from trainer.row_id_files import read_erasures
-from trainer.snapshot_erase import check_tables, collect_and_erase
+from trainer.snapshot_erase import check_erased_tables, collect_and_erase
 from trainer.snapshot_list import verify
 from trainer.snapshots import CutName, cuts_in, job_folder, read_manifest, shard_entries, write_manifest
 
@@ -276,13 +276,13 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
 
 def test_where_a_snapshot_cannot_be_read_a_table_is_not_called_unknown(folder: Path) -> None:
     with pytest.raises(InvalidInput, match="has a table 'tt' .tables: rare, t"):
-        check_tables(folder.parent, [folder], {"tt": ErasedIds()})
+        check_erased_tables(folder.parent, [folder], {"tt": ErasedIds()})
     built = folder / "erasing-x"  # as an erasure that was interrupted leaves one
     built.mkdir()
-    check_tables(folder.parent, [folder], {"tt": ErasedIds()})
+    check_erased_tables(folder.parent, [folder], {"tt": ErasedIds()})
     built.rmdir()
     (folder / cuts_in(folder)[0].folder / "manifest.json").write_text("{}")
-    check_tables(folder.parent, [folder], {"tt": ErasedIds()})
+    check_erased_tables(folder.parent, [folder], {"tt": ErasedIds()})
 
 
 @pytest.mark.parametrize(
