@@ -1,4 +1,5 @@
-"""`frostline ckpt` killed, or met by a full or broken disk, at every change that it makes to the disk.
+"""`frostline ckpt` killed, or met by a full or broken disk, at the changes that it makes to the disk: at every third, or
+with -m slow at every one.
 
 Each point is a process of its own (a fork), which ends at once there, or gets an error there and says it in one line.
 Afterwards every snapshot is whole and has the rows that it had, and the same command does what it is for.
@@ -93,14 +94,15 @@ def _at_point(arguments: list[str], point: int, act: Callable[[], None]) -> tupl
     return (status, True) if status == KILLED else (status % 64, status >= 64)
 
 
-def _points(folder: Path, arguments: list[str], act: Callable[[], None]) -> Iterator[tuple[int, int]]:
-    """(point, exit status), each beginning with the folder as it is now, until the command does not come so far."""
+def _points(folder: Path, arguments: list[str], act: str, every: int) -> Iterator[tuple[int, int]]:
+    """(point, exit status) of every so many points, each beginning with the folder as it is now, until the command does
+    not come so far. With 3 each act takes others."""
     original = folder.with_name("original")
     shutil.copytree(folder, original)
-    for point in range(1, 1000):
+    for point in range(1 + list(ACTS).index(act) % every, 1000, every):
         shutil.rmtree(folder)
         shutil.copytree(original, folder)
-        status, is_reached = _at_point(arguments, point, act)
+        status, is_reached = _at_point(arguments, point, ACTS[act])
         assert status in (DONE, FAILED, 2, KILLED), (point, status)
         if not is_reached:
             assert status == DONE and point > 5
@@ -126,11 +128,16 @@ def _assert_whole(job: Path, rows: dict[str, dict[int, bytes]]) -> None:
 ACTS = {"killed": _kill, "full": _fail(errno.ENOSPC), "broken": _fail(errno.EIO)}
 
 
+@pytest.fixture(params=[pytest.param(3, id="some"), pytest.param(1, id="every", marks=pytest.mark.slow)])
+def every(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
 @pytest.mark.parametrize("act", ACTS)
-def test_compact(job: Path, act: str) -> None:
+def test_compact(job: Path, act: str, every: int) -> None:
     rows = {cut.folder: rows_of(job / cut.folder) for cut in cuts_in(job)}
     before = {path for path in job.rglob("*") if path.is_file()}
-    for point, status in _points(job.parent, ["ckpt", "compact", str(job)], ACTS[act]):
+    for point, status in _points(job.parent, ["ckpt", "compact", str(job)], act, every):
         _assert_whole(job, rows)
         if status not in (DONE, KILLED):
             assert {path for path in job.rglob("*") if path.is_file()} <= {*before, job / "in-use.lock"}, point
@@ -140,12 +147,12 @@ def test_compact(job: Path, act: str) -> None:
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_gc(job: Path, act: str) -> None:
+def test_gc(job: Path, act: str, every: int) -> None:
     assert _run(["ckpt", "compact", str(job)])[0] == DONE
     newest = cuts_in(job)[-1].folder
     rows = {newest: rows_of(job / newest)}
     collect = ["ckpt", "gc", str(job), "--keep", "1", "--min-age-s", "0"]
-    for point, _ in _points(job.parent, collect, ACTS[act]):
+    for point, _ in _points(job.parent, collect, act, every):
         assert verify(job / newest).messages == [] and rows_of(job / newest) == rows[newest]
         assert _run(collect)[0] == DONE, point
         assert [cut.folder for cut in cuts_in(job)] == [newest]
@@ -154,7 +161,7 @@ def test_gc(job: Path, act: str) -> None:
 
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("kind", ["safetensors", "parquet", "torchrec"])
-def test_export(job: Path, act: str, kind: str) -> None:
+def test_export(job: Path, act: str, kind: str, every: int) -> None:
     folder = job.parent.parent / "out"
     folder.mkdir()
     out = folder / "table"
@@ -163,7 +170,7 @@ def test_export(job: Path, act: str, kind: str) -> None:
     assert _run(command)[0] == DONE
     whole = out.read_bytes()
     out.unlink()
-    for point, status in _points(folder, command, ACTS[act]):
+    for point, status in _points(folder, command, act, every):
         if status not in (DONE, KILLED):
             assert not list(folder.iterdir()), point
         if out.exists():  # whole, or not under its name
@@ -175,13 +182,13 @@ def test_export(job: Path, act: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_import(job: Path, act: str) -> None:
+def test_import(job: Path, act: str, every: int) -> None:
     file, uri = job.parent.parent / "table", job.parent.parent / "imported"
     assert _run(["ckpt", "export", str(job), str(file), "--table", "t", "--format", "safetensors"])[0] == DONE
     uri.mkdir()
     command = ["ckpt", "import", str(file), "--format", "safetensors", "--table", "t"]
     command += ["--snapshot-uri", str(uri), "--job", "new"]
-    for point, status in _points(uri, command, ACTS[act]):
+    for point, status in _points(uri, command, act, every):
         if status not in (DONE, KILLED):
             assert not [path for path in uri.rglob("*") if path.is_file()], point
         status, text = _run(command)
