@@ -9,7 +9,7 @@
     |-- FencedEpoch                  the caller's epoch is over; carries current_epoch
     |-- Overloaded                   a named limit is full now; carries retry_after_ms
     |-- SegmentCorrupt               a file of frozen rows does not hold what it should; carries path
-    `-- StoreUnavailable             a shard cannot be reached, waits in vain for workers, or cannot write its epoch
+    `-- StoreUnavailable             no shard answers, workers are waited for in vain, or the disk takes no epoch or cut
 
 A message says what, the value, the rule and the next step. services/rpc_errors.py maps each class to one
 gRPC status and back, so that a remote store raises the same classes as an in-process one.

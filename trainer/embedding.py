@@ -295,7 +295,7 @@ class _Collection(torch.nn.Module):
         """Writes all rows as a cut in `folder`, which all shards must see, and returns the cut when it is whole.
 
         Between two steps, by one worker while the others wait. Dense layers are the caller's. NotReady if a step is
-        open or prefetched; InvalidInput, with why, if a shard could not write: nothing of the cut is left then.
+        open or prefetched; StoreUnavailable, with why, if a shard cannot write it: nothing of it is left then.
         """
         self._check_between_steps("save")
         return save_rows(self._store, self._steps.who, self._steps.last_pulled_step, Path(folder))

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from embedding_server.errors import FrostlineError, InvalidInput
+from embedding_server.errors import FrostlineError, InvalidInput, StoreUnavailable
 from embedding_server.spec import OptimizerSpec, TableSpec
 from embedding_server.store import EmbeddingStore, Identity, UpdateMode
 from trainer.import_tables import Imported, ImportRequest, import_tables
@@ -26,7 +26,7 @@ _POLL_S = 0.05
 def save_rows(store: EmbeddingStore, who: Identity, step: int, folder: Path) -> Path:
     """A full cut of all rows as they are after `step`, in `folder`, which is made; returns when it is whole.
 
-    InvalidInput, with what the shard said, if one gave up: then nothing of it is left.
+    StoreUnavailable, with what the shard said, if one cannot write it: then nothing of it is left.
     """
     cut = folder.absolute() / CutName(who.epoch, step).folder
     store.begin_cut(who, step, str(cut))
@@ -35,7 +35,7 @@ def save_rows(store: EmbeddingStore, who: Identity, step: int, folder: Path) -> 
         if reason := error_of_shards(progress):
             with suppress(FrostlineError):  # a shard that cannot be reached: what failed first is what counts
                 store.abandon_cut(who)
-            raise InvalidInput(f"{cut}: {reason}; mend that, or name another folder that all shards can write")
+            raise StoreUnavailable(f"{cut}: {reason}; free or repair the disk, or name another folder")
         if all(of_shard.is_done for of_shard in progress):
             return cut
         time.sleep(_POLL_S)

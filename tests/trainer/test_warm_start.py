@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 import warnings
@@ -23,7 +24,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embedding_server.errors import InvalidInput, NotReady
+from embedding_server import failpoints
+from embedding_server.errors import InvalidInput, NotReady, StoreUnavailable
 from embedding_server.inproc import InprocStore
 from embedding_server.restore import read_parts
 from embedding_server.spec import OptimizerSpec, PolicySpec
@@ -318,9 +320,14 @@ def test_a_save_that_cannot_be_says_why_and_leaves_nothing(tmp_path, store):
     (model, dense), tables = ours(store, "adagrad")
     train(model, [dense], stream(2, seed=3))
     (tmp_path / "file").touch()
-    with pytest.raises(InvalidInput, match=r"file/cut-0.*-1: shard 0: .*Not a directory.*; mend that, or name another"):
+    with pytest.raises(StoreUnavailable, match=r"file/cut-0.*-1: .*Not a directory.*; free or repair the disk, or name"):
         tables.save(tmp_path / "file")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    full = {"cut.before_publish": failpoints.fail_with(errno.ENOSPC)}
+    with failpoints.set_to(full), pytest.raises(StoreUnavailable, match=r"cut-0.*-1: shard 0: .*No space left .*; free"):
+        tables.save(tmp_path / "cuts")
+    assert not list((tmp_path / "cuts").glob("cut-*"))
+    assert tables.save(tmp_path / "cuts").is_dir()  # begun anew
     tables(next(stream(1, seed=5)).sparse)
     with pytest.raises(NotReady, match="save: a step is open"):
         tables.save(tmp_path)
