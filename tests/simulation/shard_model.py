@@ -147,10 +147,8 @@ class ShardModel:
 
     def _apply_defaults(self, by_worker: Mapping[int, Gradients]) -> None:
         for name in by_worker[0]:
-            table, chunks = (
-                self.tables[name],
-                [by_worker[worker][name].default_gradient for worker in sorted(by_worker)],
-            )
+            table = self.tables[name]
+            chunks = [by_worker[worker][name].default_gradient for worker in sorted(by_worker)]
             given = [chunk for chunk in chunks if chunk is not None]
             if given:
                 table.apply(table.default, np.sum(given, axis=0, dtype=np.float32), 1 / self.num_workers)
