@@ -5,7 +5,7 @@ returns within milliseconds. Calls that must wait for other workers return a fut
 
 The core knows no clock, no network and no threads; files are written only for segments, cuts and the epochs.
 
-State: the tables (table.py), the book of jobs (jobs.py), and how far an Advance, a cut, a restore or a drop of tables is
+State: the tables (table.py), the book of jobs (jobs.py), and how far an Advance, a cut, a restore or a drop is
 (advance.py, job_cuts.py, restore.py, table_drop.py). What else a Shard is made of keeps no rows and no steps:
 request_checks.py refuses, pulls.py, pushes.py and hot_path.py act.
 

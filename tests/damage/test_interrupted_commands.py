@@ -1,5 +1,5 @@
-"""`frostline ckpt` killed, or met by a full or broken disk, at the changes that it makes to the disk: at every third, or
-with -m slow at every one.
+"""`frostline ckpt` killed, or met by a full or broken disk, at the changes that it makes to the disk: every third one,
+or, with -m slow, every one.
 
 Each point is a process of its own (a fork), which ends at once there, or gets an error there and says it in one line.
 Afterwards every snapshot is whole and has the rows that it had, and the same command does what it is for.

@@ -320,11 +320,11 @@ def test_a_save_that_cannot_be_says_why_and_leaves_nothing(tmp_path, store):
     (model, dense), tables = ours(store, "adagrad")
     train(model, [dense], stream(2, seed=3))
     (tmp_path / "file").touch()
-    with pytest.raises(StoreUnavailable, match=r"file/cut-0.*-1: .*Not a directory.*; free or repair the disk, or name"):
+    with pytest.raises(StoreUnavailable, match=r"file/cut-0.*-1: .*Not a directory.*; free or repair"):
         tables.save(tmp_path / "file")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     full = {"cut.before_publish": failpoints.fail_with(errno.ENOSPC)}
-    with failpoints.set_to(full), pytest.raises(StoreUnavailable, match=r"cut-0.*-1: shard 0: .*No space left .*; free"):
+    with failpoints.set_to(full), pytest.raises(StoreUnavailable, match=r"cut-0.*-1: shard 0: .*No space left.*; free"):
         tables.save(tmp_path / "cuts")
     assert not list((tmp_path / "cuts").glob("cut-*"))
     assert tables.save(tmp_path / "cuts").is_dir()  # begun anew
