@@ -2,9 +2,10 @@
 
 Layout. Rows are split over NUM_BUCKETS buckets by hash; each bucket is its own open-addressing sub-table (linear
 probing, load 0.73 to 0.875 while it grows) in one buffer: `capacity` packed 14-byte entries (row_id int64, location
-uint32, heat uint16), then `capacity` tag bytes. Tag 0 means empty, so that every row_id stays usable as a key. A bucket
-grows by 1.2 when it is full, each at its own phase, so that the whole grows smoothly; one bucket's copy exists at a
-time. A bucket that loses entries is built anew without them, in a smaller buffer when it fits one two sizes below.
+uint32, heat uint16), then `capacity` tag bytes. Tag 0 means empty, so that every row_id stays usable as a key; one bit
+of a tag says whether the row is hot. A bucket grows by 1.2 when it is full, each at its own phase, so that the whole
+grows smoothly; one bucket's copy exists at a time. A bucket that loses entries is built anew without them, in a smaller
+buffer when it fits one two sizes below.
 
 Arithmetic: 15 bytes / 0.8 mean load = 18.8 bytes a row.
 
@@ -13,7 +14,7 @@ INITIAL is a frozen row that still has its initial value and needs no storage.
 
 Thread safety: none; the thread that owns the shard owns the index.
 Invariants: (1) count[b] entries of bucket b have a tag; (2) an entry address stays valid until the next `insert` or
-`remove`.
+`remove`; (3) a tag says that its row is hot exactly when the location does.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ class Index:
         return buckets[~shrinks]
 
     def set_locations(self, entry_addresses: np.ndarray, locations: np.ndarray) -> None:
-        kernels.set_locations(entry_addresses, locations)
+        kernels.set_locations(self._addresses, self._capacities, entry_addresses, locations)
 
     def bump_heat(
         self, entry_addresses: np.ndarray, counted: np.ndarray, now: float, step: int, log_table: np.ndarray

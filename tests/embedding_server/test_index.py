@@ -146,6 +146,33 @@ def test_scan_hot_is_what_a_scan_and_a_comparison_give() -> None:
         assert np.array_equal(getattr(got, part), getattr(expected, part)), part
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_scan_hot_finds_the_hot_rows_however_rows_came_moved_and_went(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    index, ids = Index(4), np.unique(np.random.default_rng(seed).integers(-(2**63), 2**63 - 1, 6_000))
+    frozen_share, last_step = 0.9, np.zeros(1 << 20, np.int32)
+    for _ in range(60):
+        some = random.choice(ids, random.integers(1, 400), replace=False)
+        locations = random.integers(0, 1 << 20, some.shape[0]).astype(np.uint32)
+        locations[random.random(some.shape[0]) < frozen_share] |= FROZEN_BIT
+        entries = index.locate(some)[0]
+        action = random.integers(4)
+        if action <= 1:
+            index.insert(some, locations)
+        elif action == 2:
+            index.set_locations(entries[entries != 0], locations[entries != 0])
+        elif random.random() < 0.5:
+            index.take_out(some)
+        else:
+            index.remove(some[entries != 0], entries[entries != 0])
+        everything = index.scan(0, 4)
+        found = index.scan_hot(0, 4, last_step)
+        assert np.array_equal(found.addresses, everything.addresses[(everything.locations & FROZEN_BIT) == 0])
+        is_in = np.isin(some, everything.row_ids)
+        assert np.array_equal(index.locate(some)[0] != 0, is_in)
+    assert 0 < len(found.addresses) < len(index)
+
+
 def test_set_locations_and_frozen_count() -> None:
     index = Index(4)
     ids = np.array([1, 2, 3], np.int64)
