@@ -103,19 +103,10 @@ def read(
 
 def find_pages(table: Table, row_ids: np.ndarray, around: int) -> PageReads:
     """int64[n]: what to read from files for the frozen rows among these, `around` bytes of the file about each."""
-    return table.segments.find_pages(_stored(table, row_ids), around) if table.segments.has_files else PageReads()
-
-
-def check_ahead(table: Table, row_ids: np.ndarray) -> None:
-    """int64[n]: compares what the reads of frozen rows among these would compare with checksums; raises nothing."""
-    if table.segments.has_files:
-        table.segments.check_ahead(_stored(table, row_ids))
-
-
-def _stored(table: Table, row_ids: np.ndarray) -> np.ndarray:
-    """uint32[m]: the locations of those that lie in segments."""
+    if not table.segments.has_files:
+        return PageReads()
     locations = table.index.locate(row_ids)[1]
-    return locations[((locations & FROZEN_BIT) != 0) & (locations != INITIAL)]
+    return table.segments.find_pages(locations[((locations & FROZEN_BIT) != 0) & (locations != INITIAL)], around)
 
 
 def _thaw_visited(table: Table, row_ids: np.ndarray, entries: np.ndarray, locations: np.ndarray, step: int) -> int:

@@ -1,10 +1,10 @@
 """The entries of an index in memory (index.py), and the kernels that read and change them.
 
 A bucket is one buffer: `capacity` packed entries, then as many tag bytes. Linear probing. A tag of 0 is an empty
-position; else its low 7 bits are some of the row's hash, so that few entries are read in vain, and the bit HOT says what
-FROZEN_BIT of the location denies: who looks for hot rows reads a byte a position, not the entry.
-An entry address is that of the entry's first byte; 0: there is none. Kernels take, for all buckets, the addresses of
-the buffers, their capacities and the number of entries, int64[B] each.
+position; else its low 7 bits are some of the row's hash, so that few entries are read in vain, and the bit HOT says
+what FROZEN_BIT of the location denies: who looks for hot rows reads a byte a position, not the entry. An entry address
+is that of the entry's first byte; 0: there is none. Kernels take, for all buckets, the addresses of the buffers, their
+capacities and the number of entries, int64[B] each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PageReads: pages of mapped files that are to be read in ahead of the rows on them.
+"""PageReads: pages of mapped files that are to be read in, and checked, ahead of the rows on them.
 
 Found within the turn of a shard, for its index and its files must stay as they are meanwhile; asked for outside of it,
 because the asking waits while the disk's queue is full. What is asked for may be gone by then: that costs a little time
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from embedding_server.kernels import paging
+from embedding_server.segment_reader import BlockCheck
 
 PAGE_BYTES, PIECE_BYTES, BLOCK_BYTES = 4096, 16 << 10, 64 << 10
 _IDLE_SHARE = 32  # of all memory: with more than a 32nd free, nothing has to go for what comes
@@ -35,11 +36,12 @@ def _nothing() -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class PageReads:
-    """Ranges int64[., 2] (address, bytes): what to read in, and the pages that the rows themselves lie on."""
+    """Ranges int64[., 2] (address, bytes): what to read in, and the pages that the rows themselves lie on; and blocks
+    that the first read of the rows would have to compare with their CRC-32."""
 
     reads: np.ndarray = field(default_factory=_nothing)
     pages: np.ndarray = field(default_factory=_nothing)
-    unchecked_rows: int = 0  # that lie in blocks which nobody has compared with their CRC-32 yet
+    checks: Sequence[BlockCheck] = ()
 
     @staticmethod
     def union(parts: Sequence[PageReads]) -> PageReads:
@@ -47,12 +49,14 @@ class PageReads:
         if len(parts) == 1:
             return parts[0]
         reads, pages = np.concatenate([p.reads for p in parts]), np.concatenate([p.pages for p in parts])
-        return PageReads(reads, pages, sum(p.unchecked_rows for p in parts))
+        return PageReads(reads, pages, [check for p in parts for check in p.checks])
 
     def start(self) -> None:
         """Queues the reads; waits only while the disk's queue is full."""
         paging.will_need(self.reads)
 
     def finish(self) -> None:
-        """Waits until the rows' pages are there and maps them, so that reading the rows meets no page fault."""
+        """Waits until the rows' pages are there and maps them, so that reading the rows meets no page fault; checks."""
         paging.map_in(self.pages)
+        for check in self.checks:
+            check.run()

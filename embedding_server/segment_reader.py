@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,8 @@ def stamp_of(stat: os.stat_result) -> Stamp:
 
 @dataclass(slots=True)
 class MappedSegment:
-    """An open segment file. After close() its arrays must not be touched: the addresses are gone.
+    """An open segment file. After close() its arrays must not be touched: the addresses are gone, unless a BlockCheck
+    holds the map.
 
     Thread safety: any thread may read and check blocks; two that check one block at a time come to the same result.
     """
@@ -63,7 +65,7 @@ class MappedSegment:
     arrays: SegmentArrays
     block_crcs: np.ndarray  # uint32[K]
     block_states: np.ndarray  # uint8[K]: UNCHECKED, CHECKED or ASKED_FOR; not mapped
-    _map: _FileMap
+    _map: _FileMap | None  # None: closed
     sound: set[Stamp]  # files that hold it byte for byte: its own as it was opened, and objects (snapshot_objects.py)
     _last_crc: int = field(init=False)
 
@@ -77,19 +79,37 @@ class MappedSegment:
     @property
     def address(self) -> int:
         """Where the map starts: block b is the CRC_BLOCK_BYTES from address + b * CRC_BLOCK_BYTES on."""
-        assert self._map.address is not None, "the segment is closed"
-        return self._map.address
+        return self._mapped.address
+
+    @property
+    def _mapped(self) -> _FileMap:
+        assert self._map is not None, "the segment is closed"
+        return self._map
 
     def check_block(self, block: int) -> None:
         """Reads a block and compares it with its CRC-32, once. SegmentCorrupt, every time, if they differ."""
-        if self.block_states[block] == CHECKED:
-            return
-        self._check_size()
-        start = block * CRC_BLOCK_BYTES
-        covered = memoryview(self._map.bytes)[: self.size_bytes - self.block_crcs.nbytes]
-        if crc32(covered[start : start + CRC_BLOCK_BYTES]) != int(self.block_crcs[block]):
-            raise _corrupt(self.path, f"block {block} (bytes {start} and on) does not match its CRC-32")
-        self.block_states[block] = CHECKED
+        self.check_blocks([block])
+
+    def check_blocks(self, blocks: Sequence[int]) -> None:
+        """As check_block of each."""
+        self._check_in(self._mapped, blocks)
+
+    def check_later(self, blocks: Sequence[int]) -> BlockCheck:
+        """What checks these, also after close()."""
+        return BlockCheck(self, self._mapped, blocks)
+
+    def _check_in(self, file_map: _FileMap, blocks: Sequence[int]) -> None:
+        covered, is_size_checked = memoryview(file_map.bytes)[: self.size_bytes - self.block_crcs.nbytes], False
+        for block in blocks:
+            if self.block_states[block] == CHECKED:
+                continue
+            if not is_size_checked:
+                self._check_size()
+                is_size_checked = True
+            start = block * CRC_BLOCK_BYTES
+            if crc32(covered[start : start + CRC_BLOCK_BYTES]) != int(self.block_crcs[block]):
+                raise _corrupt(self.path, f"block {block} (bytes {start} and on) does not match its CRC-32")
+            self.block_states[block] = CHECKED
 
     def check_all(self) -> Iterator[None]:
         """As check_block of every block, some MB at a time; read() because a read of the map takes a page at a time."""
@@ -112,7 +132,7 @@ class MappedSegment:
     @property
     def header(self) -> bytes:
         """All bytes before the data."""
-        return self._map.bytes[: self.arrays.row_ids.ctypes.data - self.address].tobytes()
+        return self._mapped.bytes[: self.arrays.row_ids.ctypes.data - self.address].tobytes()
 
     def _check_size(self) -> None:
         """Reading a map beyond the end of its file would end the process (SIGBUS)."""
@@ -141,11 +161,34 @@ class MappedSegment:
             self.check_block(block)
 
     def close(self) -> None:
-        self._map.close()
+        self._map = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCheck:
+    """Blocks of a segment that are to be checked, by any thread. It holds the map, and so may outlive the segment."""
+
+    segment: MappedSegment
+    file_map: _FileMap
+    blocks: Sequence[int]
+
+    def run(self) -> None:
+        """A damaged block is left unchecked, and those behind it: the read of its rows says so."""
+        with suppress(SegmentCorrupt):
+            self.segment._check_in(self.file_map, self.blocks)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class _FileMap:
-    """A map of a file, without a file descriptor: shared and read-only, or a private copy that may be changed.
+    """A map of a file, without a file descriptor: shared and read-only, or a private copy that may be changed. It is
+    unmapped when nobody holds it any more.
 
     mmap.mmap keeps a duplicate of the descriptor open, and 26 tables of 32 segments would pass the usual limit of 1024.
     """
@@ -156,24 +199,15 @@ class _FileMap:
         if address in (None, _MAP_FAILED):
             code = ctypes.get_errno()
             raise OSError(code, f"mmap of {size} bytes: {os.strerror(code)}")
-        self.address: int | None = address
-        self.size = size
+        self.address: int = address
+        self._size = size
         _libc.madvise(address, size, mmap.MADV_RANDOM)  # advice only: refused, reads are slower
         self.bytes = np.frombuffer((ctypes.c_ubyte * size).from_address(address), np.uint8)
         self.bytes.flags.writeable = is_private
 
-    def close(self) -> None:
-        if self.address is not None:
-            _libc.munmap(self.address, self.size)
-            self.address = None
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_MAP_FAILED = ctypes.c_void_p(-1).value
+    def __del__(self, unmap: Callable[[int, int], Any] = _libc.munmap) -> None:
+        if hasattr(self, "address"):  # else it was never mapped
+            unmap(self.address, self._size)
 
 
 def open_segment(path: Path, verify: bool = True, *, is_private: bool = False) -> MappedSegment:
@@ -191,19 +225,14 @@ def open_segment(path: Path, verify: bool = True, *, is_private: bool = False) -
         file_map = _FileMap(fd, size, is_private)
     finally:
         os.close(fd)
-    try:
-        arrays, crcs_start = _views(file_map.bytes, fmt, num_rows, data_start)
-        crcs = file_map.bytes[crcs_start:].view("<u4")
-        states = np.full(crcs.shape[0], UNCHECKED, np.uint8)
-        segment = MappedSegment(path, fmt, frozen_step, size, arrays, crcs, states, file_map, {stamp_of(stat)})
-        _check_offsets(path, arrays.bucket_offsets, num_rows)
-        if verify:
-            for block in range(crcs.shape[0]):
-                segment.check_block(block)
-            _check_buckets(path, arrays, fmt.num_buckets)
-    except BaseException:
-        file_map.close()
-        raise
+    arrays, crcs_start = _views(file_map.bytes, fmt, num_rows, data_start)
+    crcs = file_map.bytes[crcs_start:].view("<u4")
+    states = np.full(crcs.shape[0], UNCHECKED, np.uint8)
+    segment = MappedSegment(path, fmt, frozen_step, size, arrays, crcs, states, file_map, {stamp_of(stat)})
+    _check_offsets(path, arrays.bucket_offsets, num_rows)
+    if verify:
+        segment.check_blocks(range(crcs.shape[0]))
+        _check_buckets(path, arrays, fmt.num_buckets)
     return segment
 
 

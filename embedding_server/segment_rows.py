@@ -18,19 +18,17 @@ fault, 90 to 230 in one batch, 22 after a prefetch; with unchecked blocks, which
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from enum import IntEnum
 
 import numpy as np
 
-from embedding_server.errors import SegmentCorrupt
 from embedding_server.kernels import frozen, paging
 from embedding_server.kernels import locations as kernels
 from embedding_server.kernels.locations import MAX_SLOTS, SLOT_SHIFT
 from embedding_server.kernels.wire import FLOAT32
 from embedding_server.page_reads import PAGE_BYTES, PageReads
 from embedding_server.segment_builder import SegmentBuilder
-from embedding_server.segment_reader import UNCHECKED, MappedSegment
+from embedding_server.segment_reader import UNCHECKED, BlockCheck, MappedSegment
 
 SAMPLES = 32  # rows of a batch whose pages are asked about
 _LEAST_BATCH = 64  # rows; fewer are read one page fault after the other
@@ -165,14 +163,21 @@ class SegmentRows:
             return PageReads()
         reads, pages = np.empty((2 * locations.shape[0], 2), np.int64), np.empty((locations.shape[0], 2), np.int64)
         where = *self._items(part), self._maps, self._states, self._sizes
-        num_reads, num_pages, unchecked = paging.find_pages(locations, *where, around, reads, pages)
-        return PageReads(reads[:num_reads], pages[:num_pages], unchecked)
+        num_reads, num_pages = paging.find_pages(locations, *where, around, reads, pages)
+        return PageReads(reads[:num_reads], pages[:num_pages])
 
-    def check_ahead(self, locations: np.ndarray) -> None:
-        """Checks the blocks under these rows; of a damaged one the next read says so."""
-        with suppress(SegmentCorrupt):
-            for part in READ_PARTS:
-                self._check(locations, part)
+    def find_unchecked(self, locations: np.ndarray) -> list[BlockCheck]:
+        """The blocks that a thaw of these rows would have to check."""
+        if not self._files:
+            return []
+        found = [self._unchecked(locations, part, marks=False) for part in READ_PARTS]
+        return [self._files[slot].check_later(blocks) for slot, blocks in _by_slot(np.concatenate(found))]
+
+    def _unchecked(self, locations: np.ndarray, part: Part, *, marks: bool) -> np.ndarray:
+        """int64[n, 2], (slot, block), as paging.unchecked_blocks."""
+        blocks = np.empty((2 * locations.shape[0], 2), np.int64)
+        n = paging.unchecked_blocks(locations, *self._items(part), self._maps, self._states, marks, blocks)
+        return blocks[:n]
 
     def page_in_if_cold(self, locations: np.ndarray, parts: Sequence[Part]) -> None:
         if not self._files or locations.shape[0] < _LEAST_BATCH:
@@ -189,18 +194,25 @@ class SegmentRows:
         every file, 0.1 us each: one that was cut off since must give no rows."""
         if not self._files:
             return
-        blocks = np.empty((2 * locations.shape[0], 2), np.int64)
-        n = paging.unchecked_blocks(locations, *self._items(part), self._maps, self._states, blocks)
-        if n:
-            self._check_blocks(blocks, n)
+        blocks = self._unchecked(locations, part, marks=True)
+        if blocks.shape[0]:
+            self._check_blocks(blocks)
         for segment in self._files.values():
             segment.check_end()
 
-    def _check_blocks(self, blocks: np.ndarray, n: int) -> None:
-        """The first n of int64[., 2], (slot, block)."""
-        paging.page_in_blocks(blocks, n, self._maps, self._sizes)
-        found = blocks[:n].tolist()
-        for slot, block in found:
-            self._files[slot].block_states[block] = UNCHECKED
-        for slot, block in found:
-            self._files[slot].check_block(block)
+    def _check_blocks(self, blocks: np.ndarray) -> None:
+        """int64[n, 2], (slot, block)."""
+        paging.page_in_blocks(blocks, blocks.shape[0], self._maps, self._sizes)
+        by_slot = _by_slot(blocks)
+        for slot, numbers in by_slot:
+            self._files[slot].block_states[numbers] = UNCHECKED
+        for slot, numbers in by_slot:
+            self._files[slot].check_blocks(numbers)
+
+
+def _by_slot(blocks: np.ndarray) -> list[tuple[int, list[int]]]:
+    """int64[n, 2], (slot, block), in any order -> of each slot its blocks, each once."""
+    slots, numbers = np.divmod(np.unique(blocks[:, 0] << 32 | blocks[:, 1]), 1 << 32)
+    found, starts = np.unique(slots, return_index=True)
+    parts = np.split(numbers, starts[1:]) if found.shape[0] else []
+    return [(slot, part.tolist()) for slot, part in zip(found.tolist(), parts, strict=True)]

@@ -31,6 +31,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -178,11 +179,8 @@ class SegmentSet:
 
     def find_pages(self, locations: np.ndarray, around: int) -> PageReads:
         """Locations uint32[n]: what to read from files for their rows, `around` bytes of the file about each."""
-        return self._reader.find_pages(locations, Part.ROWS, around)
-
-    def check_ahead(self, locations: np.ndarray) -> None:
-        """Locations uint32[n]: checks the blocks under them, as their first read would; damage is left to that read."""
-        self._reader.check_ahead(locations)
+        checks = self._reader.find_unchecked(locations)  # before its blocks are marked as asked for
+        return replace(self._reader.find_pages(locations, Part.ROWS, around), checks=checks)
 
     def mark_dead(self, locations: np.ndarray) -> None:
         """These rows are no longer needed (thawed, or forgotten). Once for each location, after reading it."""

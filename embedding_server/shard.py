@@ -378,11 +378,6 @@ class Shard:
             found.append(cold_path.find_pages(self._tables[name], row_ids, around))
         return PageReads.union(found)
 
-    def check_ahead(self, ids: Mapping[str, np.ndarray]) -> None:
-        """Checks the frozen rows among these as their first read would. A hint: what is damaged, that read tells."""
-        for name, row_ids in ids.items():
-            cold_path.check_ahead(self._tables[name], row_ids)
-
     def settle(self, max_bytes: int = SETTLED_IN_A_REPORT_BYTES) -> None:
         """Finishes the background work on the segments of every table that has no more than max_bytes of it."""
         if self.is_cutting:  # it holds the segments; how far their files are is nothing to wait for then

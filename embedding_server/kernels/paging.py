@@ -36,11 +36,12 @@ def _state(states, slot, block):
     return carray(pointer(states[slot] + block), (1,), np.uint8)
 
 
-@kernel(types.int64(_U32, _I64, _I64, _I64, _I64, array(types.int64, 2)))
-def unchecked_blocks(locations, bases, item_bytes, maps, states, out):
-    """out int64[2n, 2] = (slot, block) of each block under these items that is not CHECKED, which it becomes here.
+@kernel(types.int64(_U32, _I64, _I64, _I64, _I64, types.boolean, array(types.int64, 2)))
+def unchecked_blocks(locations, bases, item_bytes, maps, states, marks, out):
+    """out int64[2n, 2] = (slot, block) of each block under these items that is not CHECKED. Returns how many.
 
-    Returns how many; the caller checks them, and undoes the state of what fails.
+    marks: they become CHECKED here, so that each is told once; the caller checks them, and undoes the state of what
+    fails. Else one may be told for each of its items.
     """
     n = 0
     for i in range(locations.shape[0]):
@@ -51,7 +52,8 @@ def unchecked_blocks(locations, bases, item_bytes, maps, states, out):
         for block in range(start >> _BLOCK_SHIFT, ((start + item_bytes[slot] - 1) >> _BLOCK_SHIFT) + 1):
             state = _state(states, slot, block)
             if state[0] != _CHECKED:
-                state[0] = _CHECKED
+                if marks:
+                    state[0] = _CHECKED
                 out[n, 0] = slot
                 out[n, 1] = block
                 n += 1
@@ -113,15 +115,15 @@ def _is_in_memory(address, answer):
     return _mincore(address // _PAGE * _PAGE, 1, answer.ctypes.data) != 0 or (answer[0] & 1) != 0
 
 
-@kernel(types.UniTuple(types.int64, 3)(_U32, _I64, _I64, _I64, _I64, _I64, types.int64, _RANGE, _RANGE))
+@kernel(types.UniTuple(types.int64, 2)(_U32, _I64, _I64, _I64, _I64, _I64, types.int64, _RANGE, _RANGE))
 def find_pages(locations, bases, item_bytes, maps, states, sizes, around, out_reads, out_pages):
     """out_reads int64[2n, 2] = ranges (address, bytes) to read in for these items: the pieces of `around` bytes of the
     file that they lie in, and a whole block where it is unchecked, since its check will read it all: that one becomes
     ASKED_FOR. out_pages int64[n, 2] = the pages that they lie on.
 
-    sizes: bytes of each slot's map. Returns how many of each, and how many items lie in a block that is not CHECKED.
+    sizes: bytes of each slot's map. Returns how many of each.
     """
-    reads, pages, unchecked = 0, 0, 0
+    reads, pages = 0, 0
     read_from, read_to, page_from, page_to = np.int64(0), np.int64(0), np.int64(0), np.int64(0)  # the last ones
     for i in range(locations.shape[0]):
         slot = slot_of(locations[i])
@@ -139,9 +141,7 @@ def find_pages(locations, bases, item_bytes, maps, states, sizes, around, out_re
                     end = min(sizes[slot], (block + 1) << _BLOCK_SHIFT)
                     reads = _put(out_reads, reads, maps[slot] + (block << _BLOCK_SHIFT), maps[slot] + end)
         first, end = maps[slot] + start, maps[slot] + last_byte + 1
-        if not all_checked:
-            unchecked += 1
-        elif first < read_from or end > read_to:
+        if all_checked and (first < read_from or end > read_to):
             read_from = maps[slot] + start // around * around
             read_to = maps[slot] + min(sizes[slot], (last_byte // around + 1) * around)
             reads = _put(out_reads, reads, read_from, read_to)
@@ -149,7 +149,7 @@ def find_pages(locations, bases, item_bytes, maps, states, sizes, around, out_re
             pages = _put(out_pages, pages, first, end)
             page_from = out_pages[pages - 1, 0]
             page_to = page_from + out_pages[pages - 1, 1]
-    return reads, pages, unchecked
+    return reads, pages
 
 
 @kernel(types.void(view(types.int64, 2), types.int64, _I64, _I64))

@@ -11,11 +11,12 @@ import pytest
 
 from embedding_server import hints
 from embedding_server.errors import SegmentCorrupt, UnknownTable
-from embedding_server.hints import CHECKED_ROWS, FOUND_ROWS, Hint, pieces_of
+from embedding_server.hints import FOUND_ROWS, Hint, pieces_of
 from embedding_server.inproc import InprocStore
 from embedding_server.page_reads import PageReads
+from embedding_server.segment_file import SegmentArrays, SegmentFormat, write_segment
 from embedding_server.segment_merge import SegmentMerges
-from embedding_server.segment_reader import CHECKED
+from embedding_server.segment_reader import CHECKED, open_segment
 from embedding_server.segments import SegmentSet
 from embedding_server.shard import Shard, ShardGradients
 from embedding_server.spec import OptimizerSpec, PolicySpec, TableSpec
@@ -123,27 +124,21 @@ def test_pieces_hold_every_row_id_once_and_are_small(sizes: list[int]) -> None:
     assert len(pieces) == max(-(-sum(sizes) // FOUND_ROWS), len(sizes) > 0)
 
 
-@pytest.mark.parametrize("unchecked", [0, 7])
-def test_a_slice_ends_with_its_time_and_the_next_goes_on(unchecked: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, int]] = []
+def test_a_slice_ends_with_its_time_and_the_next_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
 
     class Slow:
         def find_pages(self, ids: dict[str, np.ndarray]) -> PageReads:
-            seen.append(("find", ids["t"].size))
-            return PageReads(unchecked_rows=unchecked if len(seen) == 1 else 0)
-
-        def check_ahead(self, ids: dict[str, np.ndarray]) -> None:
-            seen.append(("check", ids["t"].size))
+            seen.append(ids["t"].size)
+            return PageReads()
 
     clock = iter(np.arange(0.0, 1.0, 0.0015))  # a look at the clock takes 1.5 ms
     monkeypatch.setattr(hints.time, "monotonic", lambda: next(clock))
     hint = Hint({"t": np.arange(5 * FOUND_ROWS)})
     slices = []
     hint.run(lambda advance: slices.append(len(seen)) or advance(Slow()))  # type: ignore[arg-type, func-returns-value]
-    assert slices[:3] == [0, 2, 4]
-    checks = FOUND_ROWS // CHECKED_ROWS if unchecked else 0  # the first piece alone has blocks to check
-    assert seen == [("find", FOUND_ROWS)] * 5 + [("check", CHECKED_ROWS)] * checks
-    assert slices[3:] == ([5, *range(7, 5 + checks + 1, 2)] if unchecked else [])
+    assert slices == [0, 2, 4]
+    assert seen == [FOUND_ROWS] * 5
 
 
 def test_a_hint_checks_blocks_and_leaves_damage_to_the_read(tmp_path: Path) -> None:
@@ -168,6 +163,34 @@ def test_a_hint_checks_blocks_and_leaves_damage_to_the_read(tmp_path: Path) -> N
     with pytest.raises(SegmentCorrupt, match=str(segment.path)):
         shard.lookup({"t": ids}, "float32")
     shard.close()
+
+
+def test_a_hint_may_check_blocks_of_a_segment_that_is_gone_by_then(tmp_path: Path) -> None:
+    path, rng = tmp_path / "0.segment", np.random.default_rng(0)
+    n = 50_000
+    arrays = SegmentArrays(
+        np.arange(n),
+        np.array([0, n], np.uint32),
+        rng.integers(0, 256, (n, 36), np.uint8),
+        *rng.integers(0, 256, (2, n), np.uint8),
+    )
+    write_segment(path, SegmentFormat("t", 4, 64, 1), 7, arrays)
+    segment = open_segment(path, verify=False)
+    blocks = range(segment.block_states.size)
+    reads = PageReads.union([PageReads(), PageReads(checks=[segment.check_later(blocks)])])
+    start, states = segment.address, segment.block_states
+    assert _is_mapped(start)
+    segment.close()
+    path.unlink()
+    assert _is_mapped(start)
+    reads.finish()
+    assert (states == CHECKED).all()
+    del reads
+    assert not _is_mapped(start)
+
+
+def _is_mapped(address: int) -> bool:
+    return any(line.startswith(f"{address:x}-") for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def test_a_store_in_process_takes_hints_in_the_background_and_one_at_a_time() -> None:

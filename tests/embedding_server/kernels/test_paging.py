@@ -51,9 +51,11 @@ def locations_of(chosen: list[tuple[int, int]]) -> np.ndarray:
 
 
 @given(
-    st.lists(places, max_size=40), st.lists(st.sampled_from([UNCHECKED, CHECKED, ASKED_FOR]), min_size=8, max_size=8)
+    st.lists(places, max_size=40),
+    st.lists(st.sampled_from([UNCHECKED, CHECKED, ASKED_FOR]), min_size=8, max_size=8),
+    st.booleans(),
 )
-def test_unchecked_blocks_are_those_under_the_items_each_once(chosen, states) -> None:
+def test_unchecked_blocks_are_those_under_the_items_each_once_if_they_are_marked(chosen, states, marks) -> None:
     slots = Slots()
     slots.blocks[1][:], slots.blocks[2][:] = states[:4], states[4:]
     before = {slot: blocks.copy() for slot, blocks in slots.blocks.items()}
@@ -61,25 +63,26 @@ def test_unchecked_blocks_are_those_under_the_items_each_once(chosen, states) ->
     expected = {(slot, block) for slot, block in under if before[slot][block] != CHECKED}
     out = np.empty((2 * len(chosen), 2), np.int64)
     tables = slots.bases, slots.item_bytes, slots.maps, slots.states
-    n = paging.unchecked_blocks(locations_of(chosen), *tables, out)
-    assert sorted(map(tuple, out[:n].tolist())) == sorted(expected)
+    n = paging.unchecked_blocks(locations_of(chosen), *tables, marks, out)
+    assert set(map(tuple, out[:n].tolist())) == expected
+    assert not marks or n == len(expected)
     for slot, blocks in slots.blocks.items():
-        wanted = [CHECKED if (slot, b) in under else before[slot][b] for b in range(4)]
+        wanted = [CHECKED if marks and (slot, b) in under else before[slot][b] for b in range(4)]
         assert blocks.tolist() == wanted
 
 
-def found(slots: Slots, locations: np.ndarray, around: int) -> tuple[list[set[int]], int]:
-    """Pages of all reads and of all rows, by number, and how many rows lie in unchecked blocks."""
+def found(slots: Slots, locations: np.ndarray, around: int) -> list[set[int]]:
+    """Pages of all reads and of all rows, by number."""
     reads, pages = np.empty((2 * locations.size, 2), np.int64), np.empty((locations.size, 2), np.int64)
     tables = slots.bases, slots.item_bytes, slots.maps, slots.states, slots.sizes
-    num_reads, num_pages, unchecked = paging.find_pages(locations, *tables, around, reads, pages)
+    num_reads, num_pages = paging.find_pages(locations, *tables, around, reads, pages)
     sets = [
         {page for start, size in ranges.tolist() for page in range(start // PAGE, (start + size) // PAGE)}
         for ranges in (reads[:num_reads], pages[:num_pages])
     ]
     assert (reads[:num_reads] % PAGE == 0).all()
     assert (pages[:num_pages] % PAGE == 0).all()
-    return sets, unchecked
+    return sets
 
 
 @given(
@@ -91,7 +94,7 @@ def test_pages_found_are_those_of_the_items_what_is_around_them_and_blocks_to_ch
     slots = Slots()
     slots.blocks[1][:], slots.blocks[2][:] = states[:4], states[4:]
     before = {slot: blocks.copy() for slot, blocks in slots.blocks.items()}
-    reads, pages, unchecked = set(), set(), 0
+    reads, pages = set(), set()
     for slot, position in chosen:
         blocks = slots.blocks_of(slot, position)
         if not blocks:
@@ -104,11 +107,10 @@ def test_pages_found_are_those_of_the_items_what_is_around_them_and_blocks_to_ch
             pieces = range((first - start) // around, (last - start) // around + 1)
             reads |= {start // PAGE + piece * around // PAGE + k for piece in pieces for k in range(around // PAGE)}
             continue
-        unchecked += 1
         for block in blocks:
             if before[slot][block] == UNCHECKED:
                 reads |= {start // PAGE + block * 16 + k for k in range(16)}
-    assert found(slots, locations_of(chosen), around) == ([reads, pages], unchecked)
+    assert found(slots, locations_of(chosen), around) == [reads, pages]
     asked = {(slot, block) for slot, position in chosen for block in slots.blocks_of(slot, position)}
     for slot, blocks in slots.blocks.items():
         was = before[slot]
