@@ -31,6 +31,8 @@ class Hint:
     def __init__(self, ids: Mapping[str, np.ndarray]) -> None:
         self._to_find = pieces_of(ids, FOUND_ROWS)
         self._found: list[PageReads] = []
+        self.is_checking = False  # the pages of what was found are there
+        self._has_time = True
 
     def run(self, in_turn: Callable[[Callable[[Shard], bool]], bool]) -> None:
         """The whole of it; in_turn returns what its argument returned, or True to end it. Raises what that raises."""
@@ -53,6 +55,14 @@ class Hint:
             found, self._found = PageReads.union(self._found), []
             found.start()
             found.finish()
+            self.is_checking = True
+            for check in found.checks:
+                check.run(lambda: self._has_time)
+            self.is_checking = False
+
+    def hurry(self) -> None:
+        """From any thread: checks nothing more; the reads of the rows will."""
+        self._has_time = False
 
 
 def pieces_of(ids: Mapping[str, np.ndarray], most_rows: int) -> Iterator[dict[str, np.ndarray]]:

@@ -86,7 +86,8 @@ class InprocStore(EmbeddingStore):
         self._lock = threading.Lock()
         self._timeout_s = timeout_s
         self._hints = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
-        self._hint: Future[None] | None = None  # the last one
+        self._last_hint: Hint | None = None
+        self._hint: Future[None] | None = None  # its end
         self._is_closed = False
         self._wire = WireStats()
         self._cut_thread = ThreadPoolExecutor(1, thread_name_prefix="cut")
@@ -236,16 +237,21 @@ class InprocStore(EmbeddingStore):
                 return
 
     def prefetch(self, ids: Mapping[str, RoutedIds]) -> None:
-        # one at a time: more would only queue behind a disk that is busy with the first
-        if not self._is_closed and (self._hint is None or self._hint.done()):
-            hint = Hint({n: i.row_ids.copy() for n, i in ids.items()})
-            is_found = False
-            if self._lock.acquire(blocking=False):  # never waits for a call
-                try:
-                    is_found = hint.advance(self._shard, _FOUND_HERE_S)
-                finally:
-                    self._lock.release()
-            self._hint = self._hints.submit(hint.read) if is_found else self._hints.submit(hint.run, self._in_turn)
+        if self._is_closed:
+            return
+        if self._last_hint is not None and self._hint is not None and not self._hint.done():
+            # one at a time: more would only queue behind a disk that is busy with the first
+            if not self._last_hint.is_checking:
+                return
+            self._last_hint.hurry()
+        hint = self._last_hint = Hint({n: i.row_ids.copy() for n, i in ids.items()})
+        is_found = False
+        if self._lock.acquire(blocking=False):  # never waits for a call
+            try:
+                is_found = hint.advance(self._shard, _FOUND_HERE_S)
+            finally:
+                self._lock.release()
+        self._hint = self._hints.submit(hint.read) if is_found else self._hints.submit(hint.run, self._in_turn)
 
     def _in_turn(self, advance: Callable[[Shard], bool]) -> bool:
         with self._lock:

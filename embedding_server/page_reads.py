@@ -56,7 +56,5 @@ class PageReads:
         paging.will_need(self.reads)
 
     def finish(self) -> None:
-        """Waits until the rows' pages are there and maps them, so that reading the rows meets no page fault; checks."""
+        """Waits until the rows' pages are there and maps them, so that reading the rows meets no page fault."""
         paging.map_in(self.pages)
-        for check in self.checks:
-            check.run()

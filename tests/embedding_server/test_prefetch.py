@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -183,9 +184,13 @@ def test_a_hint_may_check_blocks_of_a_segment_that_is_gone_by_then(tmp_path: Pat
     segment.close()
     path.unlink()
     assert _is_mapped(start)
-    reads.finish()
+    (check,) = reads.checks
+    looks = iter([True, True, False])
+    check.run(lambda: next(looks))
+    assert (states == CHECKED).sum() == 32
+    check.run()
     assert (states == CHECKED).all()
-    del reads
+    del reads, check
     assert not _is_mapped(start)
 
 
@@ -218,6 +223,31 @@ def test_a_store_in_process_takes_hints_in_the_background_and_one_at_a_time() ->
     store.close()
     store.prefetch(routed)
     assert len(taken) == 3 * FOUND_ROWS
+
+
+def test_the_next_hint_ends_the_checks_of_the_one_before() -> None:
+    store = InprocStore(memory_limit_bytes=64 << 20, backend="cpu")
+    store.create_tables([SPECS["idle"]])
+    is_checking, ended = threading.Event(), []
+
+    class Endless:
+        def run(self, is_wanted: Callable[[], bool]) -> None:
+            is_checking.set()
+            deadline_s = time.monotonic() + 20
+            while is_wanted() and time.monotonic() < deadline_s:
+                time.sleep(0.001)
+            ended.append(is_wanted())
+
+    taken: list[int] = []
+    checks = [[Endless()], []]
+    store._shard.find_pages = lambda of: (taken.append(of["t"].size), PageReads(checks=checks.pop(0)))[1]  # type: ignore[method-assign,arg-type]
+    for n in (5, 7):
+        store.prefetch({"t": RoutedIds(np.arange(n), np.array([0, n], np.int64))})
+        assert is_checking.wait(20)
+    assert store._hint is not None
+    store._hint.result(20)
+    assert (taken, ended) == ([5, 7], [False])
+    store.close()
 
 
 def test_hints_from_other_threads_change_no_row() -> None:
