@@ -195,6 +195,15 @@ class SegmentErasure:
         """The executor has work of it."""
         return self._rewrite is not None
 
+    @property
+    def is_executor_at_work(self) -> bool:
+        return self._rewrite is not None and not self._rewrite.done.done()
+
+    def wait(self) -> None:
+        """Until the executor has done what it has of it."""
+        if self._rewrite is not None:
+            self._rewrite.done.exception()
+
     def is_stuck(self, slot: int) -> bool:
         """Its rows cannot be taken out: the file is damaged, or the disk fails."""
         return slot in self._damaged or (self.is_failing and slot in self._pending)

@@ -92,6 +92,10 @@ class SegmentWriter:
         return True
 
     @property
+    def is_executor_at_work(self) -> bool:
+        return self._write is not None and not self._write.done.done()
+
+    @property
     def waiting(self) -> Collection[SegmentBuilder]:
         """Sealed segments whose writing has not begun."""
         return self._waiting

@@ -337,8 +337,9 @@ class SegmentSet:
         return dropped or finished is not None or (could_step and not self._writer.is_failing)
 
     def wait_for_write(self) -> None:
-        """Until the write under way, if any, is done."""
+        """Until what the executor writes, if anything, is done."""
         self._writer.wait()
+        self._erasure.wait()
 
     @property
     def is_crowded(self) -> bool:
@@ -415,8 +416,19 @@ class SegmentSet:
         self._merges.forget(slot)
         self._erasure.forget(slot)
 
+    @property
+    def is_executor_at_work(self) -> bool:
+        """It has not done yet what it was given."""
+        return self._writer.is_executor_at_work or self._erasure.is_executor_at_work
+
+    def end_writes(self) -> None:
+        """The whole set is to go: nothing more is written, and what the executor has written is a leftover."""
+        self._erasure.close()
+        self._writer.close()
+
     def drop_one(self) -> bool:
-        """Drops some segment with its file: the whole set is to go. False if there is none."""
+        """Drops some segment with its file: the whole set is to go, and nothing of it is being written. False if there
+        is none."""
         slot = next(iter((*self._slots.mapped, *self._slots.builders)), None)
         if slot is not None:
             self._drop(slot)
@@ -428,8 +440,7 @@ class SegmentSet:
 
     def close(self) -> None:
         """Ends the write under way and gives all memory and maps back. Written files stay."""
-        self._erasure.close()
-        self._writer.close()
+        self.end_writes()
         self._merges.close()
         self._growth.close()
         self._slots.close()

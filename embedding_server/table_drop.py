@@ -103,8 +103,9 @@ class TableDrop:
             for part in (table.hot, table.last_step, table.visits):
                 part.release(slot)
             yield True
-        while table.segments.is_being_written:
+        while table.segments.is_executor_at_work:
             yield False
+        table.segments.end_writes()
         failpoint("drop.before_files")
         while table.segments.drop_one():
             yield True
