@@ -4,6 +4,7 @@
 |------------------|---------------------|---------------------------------------|
 | InvalidInput     | INVALID_ARGUMENT    |                                       |
 | UnknownTable     | NOT_FOUND           |                                       |
+| WrongShard       | INVALID_ARGUMENT    |                                       |
 | TableConflict    | ALREADY_EXISTS      |                                       |
 | StepGap          | FAILED_PRECONDITION | expected_step                         |
 | NotReady         | FAILED_PRECONDITION |                                       |
@@ -34,6 +35,7 @@ from embedding_server.errors import (
     StoreUnavailable,
     TableConflict,
     UnknownTable,
+    WrongShard,
 )
 from frostline.v1 import embedding_pb2 as pb
 
@@ -48,6 +50,7 @@ DEFAULT_RETRY_AFTER_MS = 100
 # A subclass stands before its base: the first match wins.
 _RULES: tuple[tuple[type[FrostlineError], grpc.StatusCode, pb.ErrorKind], ...] = (
     (UnknownTable, grpc.StatusCode.NOT_FOUND, pb.ERROR_KIND_UNKNOWN_TABLE),
+    (WrongShard, grpc.StatusCode.INVALID_ARGUMENT, pb.ERROR_KIND_WRONG_SHARD),
     (InvalidInput, grpc.StatusCode.INVALID_ARGUMENT, pb.ERROR_KIND_INVALID_INPUT),
     (TableConflict, grpc.StatusCode.ALREADY_EXISTS, pb.ERROR_KIND_TABLE_CONFLICT),
     (StepGap, grpc.StatusCode.FAILED_PRECONDITION, pb.ERROR_KIND_STEP_GAP),
@@ -61,6 +64,7 @@ _RULES: tuple[tuple[type[FrostlineError], grpc.StatusCode, pb.ErrorKind], ...] =
 _FROM_DETAIL: dict[int, Callable[[str, pb.ErrorDetail], FrostlineError]] = {
     pb.ERROR_KIND_INVALID_INPUT: lambda message, detail: InvalidInput(message),
     pb.ERROR_KIND_UNKNOWN_TABLE: lambda message, detail: UnknownTable(message),
+    pb.ERROR_KIND_WRONG_SHARD: lambda message, detail: WrongShard(message),
     pb.ERROR_KIND_TABLE_CONFLICT: lambda message, detail: TableConflict(message),
     pb.ERROR_KIND_STEP_GAP: lambda message, detail: StepGap(message, detail.expected_step),
     pb.ERROR_KIND_NOT_READY: lambda message, detail: NotReady(message),
