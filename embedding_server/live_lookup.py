@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from embedding_server.errors import StoreUnavailable
 from embedding_server.hot_path import HotPath
 from embedding_server.index import FROZEN_BIT, INITIAL
 from embedding_server.jobs import JobBook
@@ -24,6 +25,7 @@ from embedding_server.kernels.cpu import initial_values
 from embedding_server.lookup import INITIAL as INITIAL_FLAG
 from embedding_server.lookup import FoundRows, LookupSource, Version
 from embedding_server.request_checks import RequestChecks
+from embedding_server.restore import Restore
 from embedding_server.spec import TableSpec
 from embedding_server.store import DEFAULT, FOUND, TRAINABLE, TableStats
 from embedding_server.table import Table
@@ -40,11 +42,12 @@ class LiveLookups(LookupSource):
         threads: TableThreads,
         checks: RequestChecks,
         jobs: JobBook,
+        restores: Mapping[str, Restore],
         buckets: np.ndarray,
     ) -> None:
         """All of them the shard's own."""
-        self._tables, self._path, self._threads, self._checks, self._jobs = tables, path, threads, checks, jobs
-        self.buckets = buckets
+        self._tables, self._path, self._threads, self._checks = tables, path, threads, checks
+        self._jobs, self._restores, self.buckets = jobs, restores, buckets
 
     def spec(self, table: str) -> TableSpec:
         return self._checks.table(table).spec
@@ -63,6 +66,8 @@ class LiveLookups(LookupSource):
         return self._checks.table(table).stats()
 
     def find_rows(self, ids: Sequence[tuple[str, np.ndarray]]) -> FoundRows:
+        """StoreUnavailable too, while a restore fills one of the tables."""
+        self._check_restores({name for name, _ in ids})
         for name, row_ids in ids:
             self._checks.ids(name, row_ids)
         sizes = np.array([row_ids.shape[0] for _, row_ids in ids], np.int64)
@@ -78,6 +83,14 @@ class LiveLookups(LookupSource):
             these = slice(int(starts[k]), int(starts[k + 1]))
             _Others(self._tables[name], row_ids, found, these, locations[these]).place(counts[k])
         return found
+
+    def _check_restores(self, names: set[str]) -> None:
+        for job, restore in self._restores.items():
+            if restore.names & names:
+                raise StoreUnavailable(
+                    f"Lookup: table {min(restore.names & names)!r} is being restored by job {job!r} and has not all of"
+                    " its rows yet; try again"
+                )
 
 
 def _addresses(arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -4,8 +4,8 @@
     LookupSource.look_up     these rows as they are asked for, or pooled, into the reply (kernels/lookups.py)
 
 Sources: LiveLookups (live_lookup.py: the tables of a shard, while they train) and whatever serves a snapshot. Both give
-rows where they lie: a hot row is one of 32 or 16 bits, a frozen one of 32, 16, 8 or 4 (kernels/frozen.py). So one kernel
-reads all of them, and what is sent as stored is copied byte by byte.
+rows where they lie: a hot row is one of 32 or 16 bits, a frozen one of 32, 16, 8 or 4 (kernels/frozen.py). So one
+kernel reads all of them, and what is sent as stored is copied byte by byte.
 
 A look-up is not a visit: nothing is counted, admitted or thawed. All rows of a call are read at one moment.
 

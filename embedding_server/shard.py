@@ -3,11 +3,9 @@
 Every method must be called by one thread at a time (the server's executor thread, or under InprocStore's lock); each
 returns within milliseconds. Calls that must wait for other workers return a future that a later call completes.
 
-The core knows no clock, no network and no threads; files are written only for segments, cuts and the epochs.
-
-State: the tables (table.py), the book of jobs (jobs.py), and how far an Advance, a cut or a restore is (advance.py,
-cut.py, restore.py). What else a Shard is made of keeps no rows and no steps: request_checks.py refuses, hot_path.py and
-pushes.py act.
+The core knows no clock, no network and no threads; files are written only for segments, cuts and the epochs. State:
+the tables (table.py), the book of jobs (jobs.py), and how far an Advance, a cut or a restore is (advance.py, cut.py,
+restore.py). All else keeps no rows and no steps: request_checks.py refuses, hot_path.py and pushes.py act.
 
 Invariants:
 1. A call that raises, or whose future holds an error, has changed nothing.
@@ -39,6 +37,7 @@ from embedding_server.hot_limit import give_back_others
 from embedding_server.hot_path import HotPath
 from embedding_server.jobs import JobBook
 from embedding_server.kernels import choose_backend
+from embedding_server.live_lookup import LiveLookups
 from embedding_server.page_reads import PageReads, bytes_around
 from embedding_server.pushes import Pushes
 from embedding_server.request_checks import RequestChecks, check_parts, check_wire_dtype
@@ -113,6 +112,10 @@ class Shard:
         self._threads = TableThreads(threads)
         self._rows = HotPath(self._threads)
         self._checks = RequestChecks(self._tables, self.buckets)
+        self._restores: dict[str, Restore] = {}  # under way, by job
+        self.lookups = LiveLookups(
+            self._tables, self._rows, self._threads, self._checks, self._jobs, self._restores, self.buckets
+        )
         self._pushes = Pushes(self._tables, self._rows, self._checks, self._events.append)
         self._advances = Advances(self._tables)
         self._erasures = Erasures(self.buckets)
@@ -121,7 +124,6 @@ class Shard:
         self._cut: Cut | None = None  # the last one that began
         self._cuts: dict[str, Cut] = {}  # the last one of each job
         self._parents: dict[str, Parents] = {}  # what a delta may build on, by job, of its running epoch
-        self._restores: dict[str, Restore] = {}  # under way, by job
         self._moves_at_release = 0  # rows frozen, thawed, forgotten before the last release_free_heap
 
     @property
@@ -393,8 +395,7 @@ class Shard:
             self._cuts[who.job].abandon()
 
     @property
-    def is_cutting(self) -> bool:
-        """A cut is being written: maintain has work of it, unless it waits for the writer."""
+    def is_cutting(self) -> bool:  # maintain has work of it, unless it waits for the writer
         return self._cut is not None and self._cut.is_under_way
 
     def restore(self, who: Identity, folder: Path, anew: Collection[str] = ()) -> bool:
@@ -420,13 +421,12 @@ class Shard:
 
     # Look-up, statistics, background ----------------------------------------------------------------------------------
 
-    def lookup(
-        self, ids: Mapping[str, np.ndarray], wire_dtype: WireDtype, buffers: ReplyBuffers | None = None
-    ) -> dict[str, Rows]:
+    def lookup(self, ids: Mapping[str, np.ndarray], wire_dtype: WireDtype) -> dict[str, Rows]:
+        """EmbeddingStore.lookup, with the heat bands of a pull; `lookups` is what serves."""
         check_wire_dtype(wire_dtype)
         for name, row_ids in ids.items():
             self._checks.ids(name, row_ids)
-        return self._rows.read(ids, wire_dtype, buffers, always_default=False)
+        return self._rows.read(ids, wire_dtype, always_default=False)
 
     def find_pages(self, ids: Mapping[str, np.ndarray]) -> PageReads:
         """What a hint that these will be read has to bring into memory. No effect on any row."""
@@ -443,18 +443,18 @@ class Shard:
 
     def settle(self, max_bytes: int = SETTLED_IN_A_REPORT_BYTES) -> None:
         """Finishes the background work on the segments of every table that has no more than max_bytes of it."""
-        if self.is_cutting:  # it holds the segments; how far their files are is nothing to wait for then
-            return
-        for table in self._tables.values():
-            table.settle_segments(max_bytes)
+        if not self.is_cutting:  # a cut holds the segments; how far their files are is nothing to wait for then
+            for table in self._tables.values():
+                table.settle_segments(max_bytes)
 
     @property
     def is_being_written(self) -> bool:
         """The writer has work of this shard: maintain has more to do once it is done."""
         if self._cut is not None and self._cut.is_waiting:
             return True
-        drops = any(not drop.is_over for drop in self._drops.values())
-        return drops or any(table.segments.is_being_written for table in self._tables.values())
+        return any(not drop.is_over for drop in self._drops.values()) or any(
+            table.segments.is_being_written for table in self._tables.values()
+        )
 
     def stats(self) -> StoreStats:
         """Of settled tables, so that figures do not depend on how far the background work is."""

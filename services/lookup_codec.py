@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from embedding_server.kernels import lookups as kernels
 from embedding_server.kernels.wire import MODES, wire_view
 from embedding_server.lookup import Encoding, Pooling, ReplyShape, TableQuery, Version
 from embedding_server.spec import MAX_DIM
-from embedding_server.store import WIRE_NUMPY, WireDtype
+from embedding_server.store import STATE, WIRE_NUMPY, Rows, WireDtype
 from frostline.v1 import embedding_pb2 as pb
 from services.message_frames import as_array, frame, reserve, unframe, view
 from services.tensor_codec import ROW_ID_BYTES, WIRE_ENUM, check_size
@@ -61,6 +62,11 @@ class TableAnswer:
     formats: np.ndarray | None  # uint8[n] of values as stored
     pooling: Pooling | None
     version: Version
+
+    @property
+    def num_vectors(self) -> int:
+        """Rows of values."""
+        return self.values.shape[0] if self.formats is None else self.formats.shape[0]
 
 
 # --- request ---------------------------------------------------------------------------------------------------------
@@ -219,6 +225,11 @@ def decode_answers(data: bytes) -> list[TableAnswer]:
     return answers
 
 
+def decode_rows(data: bytes) -> dict[str, Rows]:
+    """Rows of each table, for who asked for no pooling and each table once: what EmbeddingStore.lookup gives."""
+    return {answer.table: Rows(answer.values, answer.flags & STATE) for answer in decode_answers(data)}
+
+
 def _bytes_of_rows(
     base: np.ndarray, found: dict[int, tuple[int, int]], number: int, expected: int, name: str
 ) -> np.ndarray:
@@ -255,21 +266,24 @@ def _stored_values(values: np.ndarray, tables: Sequence[pb.TableVectors], format
     kernels.stored_offsets(formats, starts, np.array([entry.dim for entry in tables], np.int64), offsets)
     check_size("LookupResponse", "values", values.shape[0], int(offsets[-1]), "rows as formats say")
     ends = offsets[starts].tolist()
-    return [values[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return [values[a:b] for a, b in pairwise(ends)]
+
+
+def stored_addresses(answer: TableAnswer) -> np.ndarray:
+    """int64[n]: where each of the rows as stored begins, in the memory of the reply; 0 of those of format 0."""
+    assert answer.formats is not None, "these rows are no stored ones"
+    n = answer.formats.shape[0]
+    offsets = np.empty(n + 1, np.int64)
+    kernels.stored_offsets(answer.formats, np.array([0, n], np.int64), np.array([answer.dim], np.int64), offsets)
+    return np.where(answer.formats == 0, 0, offsets[:-1] + answer.values.__array_interface__["data"][0])
 
 
 def expand(answer: TableAnswer, wire_dtype: WireDtype = "float32") -> np.ndarray:
     """Rows as stored -> [n, D] of WIRE_NUMPY[wire_dtype], a copy."""
     assert answer.formats is not None, "these rows are no stored ones"
-    n, out = answer.formats.shape[0], np.empty((answer.formats.shape[0], answer.dim), WIRE_NUMPY[wire_dtype])
-    offsets = np.empty(n + 1, np.int64)
-    dims = np.array([answer.dim], np.int64)
-    kernels.stored_offsets(answer.formats, np.array([0, n], np.int64), dims, offsets)
-    addresses = offsets[:-1] + answer.values.__array_interface__["data"][0]
+    n = answer.formats.shape[0]
+    out = np.empty((n, answer.dim), WIRE_NUMPY[wire_dtype])
     every = np.arange(n, dtype=np.int32)
     out[answer.formats == 0] = 0
-    frozen.gather_frozen(
-        np.where(answer.formats == 0, 0, addresses), answer.formats, answer.dim, wire_view(out), every,
-        MODES[wire_dtype],
-    )  # fmt: skip
+    frozen.gather_frozen(stored_addresses(answer), answer.formats, answer.dim, wire_view(out), every, MODES[wire_dtype])
     return out

@@ -3,8 +3,8 @@
 Shapes: N row_ids of the K tables of a call, row i of table k at starts[k] + i. A row is an address and its bits, in a
 format of frozen.py: hot rows are rows of 32 or 16 bits like any other. Bits 0: zeros, at no address.
 
-numba's cache knows the time stamp of this file only: after a change to frozen.py, wire.py or index_entries.py, touch this
-file too.
+numba's cache knows the time stamp of this file only: after a change to frozen.py, wire.py or index_entries.py, touch
+this file too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def find_rows(
 ):
     """The rows of the tables whose numbers `share` holds; directory, tables and id_addresses as in tables.py.
 
-    Hot rows that lie in memory as they are worth get address and bits; all others address 0, bits 0, and their location.
+    Hot rows that lie in memory as they are worth get address and bits; all others address 0, bits 0 and a location.
     Flags: TRAINABLE | FOUND of hot rows, FOUND of others that have a row, else 0.
     """
     for k in share:
@@ -144,7 +144,7 @@ def pool_rows(addresses, bits, starts, dims, k, lengths, is_mean, out, mode):
 
 @kernel(void(view(uint8), view(int64), view(int64), array(int64)))
 def stored_offsets(bits, starts, dims, out):
-    """out int64[N+1]: where each row begins when they lie one after another as they are stored, and where the last ends."""
+    """out int64[N+1]: where each row begins if they lie one after another as stored, and the end of the last."""
     at = 0
     for k in range(dims.size):
         for i in range(starts[k], starts[k + 1]):
