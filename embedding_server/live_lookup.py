@@ -70,18 +70,19 @@ class LiveLookups(LookupSource):
         self._check_restores({name for name, _ in ids})
         for name, row_ids in ids:
             self._checks.ids(name, row_ids)
-        sizes = np.array([row_ids.shape[0] for _, row_ids in ids], np.int64)
-        starts = np.concatenate(([0], np.cumsum(sizes)))
+        names, row_ids = [name for name, _ in ids], [np.ascontiguousarray(of_table) for _, of_table in ids]
+        starts = np.zeros(len(ids) + 1, np.int64)
+        np.cumsum([of_table.shape[0] for of_table in row_ids], out=starts[1:])
         n = int(starts[-1])
         found = FoundRows(np.empty(n, np.int64), np.empty(n, np.uint8), np.empty(n, np.uint8))
         locations, counts = np.empty(n, np.uint32), np.empty((len(ids), kernels.COUNTS), np.int64)
-        where = *self._path.directory_of([name for name, _ in ids]), _addresses([row_ids for _, row_ids in ids]), starts
+        where = *self._path.directory_of(names), _addresses(row_ids), starts
         out = found.addresses, found.bits, found.flags, locations, counts
-        self._threads.run(sizes, lambda share: kernels.find_rows(*where, share, *out))
-        for k in np.flatnonzero(counts.any(axis=1)).tolist():
-            name, row_ids = ids[k]
-            these = slice(int(starts[k]), int(starts[k + 1]))
-            _Others(self._tables[name], row_ids, found, these, locations[these]).place(counts[k])
+        self._threads.run(np.diff(starts), lambda share: kernels.find_rows(*where, share, *out))
+        for k, counts_k in enumerate(counts.tolist()):
+            if any(counts_k):
+                these = slice(int(starts[k]), int(starts[k + 1]))
+                _Others(self._tables[names[k]], row_ids[k], found, these, locations[these]).place(counts_k)
         return found
 
     def _check_restores(self, names: set[str]) -> None:
@@ -107,10 +108,10 @@ class _Others:
         self._table, self._row_ids, self._locations, self._kept = table, row_ids, locations, found.kept
         self._addresses, self._bits, self._flags = found.addresses[these], found.bits[these], found.flags[these]
 
-    def place(self, counts: np.ndarray) -> None:
+    def place(self, counts: Sequence[int]) -> None:
         """counts: by the columns of kernels.find_rows."""
         kinds = (self._place_stored, self._place_initial, self._place_away, self._place_absent)
-        for count, place in zip(counts.tolist(), kinds, strict=True):
+        for count, place in zip(counts, kinds, strict=True):
             if count:
                 place()
 

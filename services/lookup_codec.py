@@ -24,9 +24,14 @@ from embedding_server.spec import MAX_DIM
 from embedding_server.store import STATE, WIRE_NUMPY, Rows, WireDtype
 from frostline.v1 import embedding_pb2 as pb
 from services.message_frames import as_array, frame, reserve, unframe, view
-from services.tensor_codec import ROW_ID_BYTES, WIRE_ENUM, check_size
+from services.tensor_codec import ROW_ID_BYTES, check_size
 
-ENCODING_ENUM: dict[Encoding, pb.WireDtype] = {**WIRE_ENUM, "stored": pb.WIRE_DTYPE_STORED}
+ENCODING_ENUM: dict[Encoding, pb.WireDtype] = {
+    "float32": pb.WIRE_DTYPE_FLOAT32,
+    "float16": pb.WIRE_DTYPE_FLOAT16,
+    "bfloat16": pb.WIRE_DTYPE_BFLOAT16,
+    "stored": pb.WIRE_DTYPE_STORED,
+}
 _ENCODING_NAME: dict[int, Encoding] = {number: name for name, number in ENCODING_ENUM.items()}
 _POOLING_ENUM: dict[Pooling | None, pb.Pooling] = {
     None: pb.POOLING_UNSPECIFIED,
@@ -153,6 +158,7 @@ class LookupReplyMessage:
 
     def __init__(self) -> None:
         self._message = b""
+        self.flags = np.empty(0, np.uint8)  # of every row, once the source has written them
 
     def __call__(self, shape: ReplyShape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         number_of = {version: i for i, version in enumerate(dict.fromkeys(shape.versions))}
@@ -176,7 +182,8 @@ class LookupReplyMessage:
             _VALUES: shape.values_bytes,
         }
         self._message, fields = reserve(header, sizes, aligned=_VALUES)
-        return fields[_FLAGS], fields[_FORMATS], fields[_VALUES]
+        self.flags = fields[_FLAGS]
+        return self.flags, fields[_FORMATS], fields[_VALUES]
 
     @property
     def message(self) -> bytes:

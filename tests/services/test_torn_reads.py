@@ -111,14 +111,15 @@ def hammer(num_reads: int, rows_per_table: int = 500) -> None:
         trainer, reader = Trainer(shards.addresses[0]), Reader(channel, 11)
         trainer.start()
         try:
-            while (reader.rows < num_reads or trainer.step < 12) and trainer.error is None:
+            # Slow machines train slowly beside the reads: what matters is that rows moved while they were read.
+            while reader.rows < num_reads or min(trainer.frozen, trainer.thawed) <= ROWS:
                 reader.read(rows_per_table)
+                assert trainer.is_alive(), trainer.error
         finally:
             trainer.stopping.set()
             trainer.join(60)
         assert trainer.error is None
         trainer.store.close()
-    assert min(trainer.frozen, trainer.thawed) > ROWS
     assert min(reader.hot, reader.cold) > num_reads // 10
 
 
