@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 DETAIL_KEY = "frostline-error-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 #: HTTP/2 headers are bounded at 8 KiB by default and the message is percent-encoded there.
-MAX_MESSAGE_CHARS = 2000
+MAX_MESSAGE_CHARS, MAX_ENCODED_BYTES = 2000, 4000
 DEFAULT_RETRY_AFTER_MS = 100
 
 # A subclass stands before its base: the first match wins.
@@ -98,12 +98,23 @@ def to_status(error: BaseException) -> tuple[grpc.StatusCode, str, tuple[tuple[s
     if rule is None:
         log.error("a call failed for a reason that is not the caller's", exc_info=error)
         message = f"internal error: {type(error).__name__}: {error}; see the shard's log"
-        return grpc.StatusCode.INTERNAL, message[:MAX_MESSAGE_CHARS], ()
+        return grpc.StatusCode.INTERNAL, _fitting(message), ()
     status, kind = rule
     trailing: list[tuple[str, str | bytes]] = [(DETAIL_KEY, _detail_of(error, kind).SerializeToString())]
     if isinstance(error, Overloaded):
         trailing.append((PUSHBACK_KEY, str(error.retry_after_ms)))
-    return status, str(error)[:MAX_MESSAGE_CHARS], tuple(trailing)
+    return status, _fitting(str(error)), tuple(trailing)
+
+
+def _fitting(message: str) -> str:
+    """As much of it as fits a header: names that callers send may be of characters that take 12 bytes there."""
+    size = 0
+    for i, character in enumerate(message[:MAX_MESSAGE_CHARS]):
+        is_plain = " " <= character <= "~" and character != "%"
+        size += 1 if is_plain else 3 * len(character.encode("utf-8", "replace"))
+        if size > MAX_ENCODED_BYTES:
+            return message[:i]
+    return message[:MAX_MESSAGE_CHARS]
 
 
 def abort(context: grpc.ServicerContext, error: BaseException) -> None:
