@@ -65,7 +65,8 @@ def decode_stored(data: np.ndarray, formats: np.ndarray, dim: int) -> tuple[np.n
             codes = np.frombuffer(row[: dim // 2 if of_half else dim], np.uint8)
             if of_half:
                 codes = np.stack([codes & 15, codes >> 4], axis=1).reshape(-1)
-            out[i] = (codes * scale + bias).astype(np.float32)
+            with np.errstate(all="ignore"):  # damaged rows may hold infinities
+                out[i] = (codes * scale + bias).astype(np.float32)
     return out, at
 
 

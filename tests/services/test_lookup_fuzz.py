@@ -88,7 +88,7 @@ def fuzz(serve: Serve, num_requests: int) -> Counter[grpc.StatusCode]:
 
 def test_odd_requests_are_answered_or_refused(serve: Serve) -> None:
     codes = fuzz(serve, 1_600)
-    assert min(codes[code] for code in THE_CALLERS_FAULT) > 50
+    assert min(codes[code] for code in THE_CALLERS_FAULT) > 20
 
 
 @pytest.mark.slow
