@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from embedding_server.errors import StoreUnavailable
+from embedding_server.errors import StoreUnavailable, UnknownTable
 from embedding_server.hot_path import HotPath
 from embedding_server.index import FROZEN_BIT, INITIAL
 from embedding_server.jobs import JobBook
@@ -50,7 +50,9 @@ class LiveLookups(LookupSource):
         self._jobs, self._restores, self.buckets = jobs, restores, buckets
 
     def spec(self, table: str) -> TableSpec:
-        return self._checks.table(table).spec
+        if table not in self._tables:
+            raise UnknownTable(f"table {table!r} is not on this shard; ListTables names those that are")
+        return self._tables[table].spec
 
     def table_specs(self) -> dict[str, TableSpec]:
         return {name: table.spec for name, table in self._tables.items()}

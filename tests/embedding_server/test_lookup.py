@@ -28,7 +28,9 @@ UNKNOWN = np.array([LEAST + 7, 1000, MOST - 1], np.int64)
 EVERY = np.concatenate([HOT, FROZEN, NEW, UNKNOWN])
 
 
-def spec_of(name: str, hot_bits: int, frozen_bits: int, min_count: int = 1, decay: float = 0.0, dim: int = 12) -> TableSpec:
+def spec_of(
+    name: str, hot_bits: int, frozen_bits: int, min_count: int = 1, decay: float = 0.0, dim: int = 12
+) -> TableSpec:
     return TableSpec(
         name=name,
         dim=dim,

@@ -31,7 +31,7 @@ def odd_request(rng: np.random.Generator) -> bytes:
         pooling = int(rng.choice([0, 0, 1, 2, 3]))
         bags = int(rng.choice([0, 1, 3])) if pooling or rng.random() < 0.05 else 0
         num_rows, num_bags = num_rows + rows, num_bags + bags
-        name = NAMES[int(rng.choice(len(NAMES), p=[0.45, 0.45, *[0.1 / 6] * 6]))]
+        name = NAMES[int(rng.choice(len(NAMES), p=[0.4, 0.4, *[0.2 / 6] * 6]))]
         tables.append(pb.TableLookup(table=name, num_rows=rows, pooling=pooling, num_bags=bags))
     if tables and rng.random() < 0.1:
         tables[0].num_rows = 2**32 - 1

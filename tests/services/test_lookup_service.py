@@ -1,4 +1,4 @@
-"""EmbeddingLookup of shards over real gRPC, called as another language's client calls it: with the generated classes."""
+"""EmbeddingLookup of shards over real gRPC, called as another language would: with the generated classes."""
 
 from __future__ import annotations
 
