@@ -23,7 +23,7 @@ from embedding_server.jobs import JobBook
 from embedding_server.kernels import lookups as kernels
 from embedding_server.kernels.cpu import initial_values
 from embedding_server.lookup import INITIAL as INITIAL_FLAG
-from embedding_server.lookup import FoundRows, LookupSource, Version
+from embedding_server.lookup import FoundRows, LookupSource, Version, starts_of
 from embedding_server.request_checks import RequestChecks
 from embedding_server.restore import Restore
 from embedding_server.spec import TableSpec
@@ -73,14 +73,13 @@ class LiveLookups(LookupSource):
         for name, row_ids in ids:
             self._checks.ids(name, row_ids)
         names, row_ids = [name for name, _ in ids], [np.ascontiguousarray(of_table) for _, of_table in ids]
-        starts = np.zeros(len(ids) + 1, np.int64)
-        np.cumsum([of_table.shape[0] for of_table in row_ids], out=starts[1:])
-        n = int(starts[-1])
+        sizes = [of_table.shape[0] for of_table in row_ids]
+        starts, n = starts_of(sizes), sum(sizes)
         found = FoundRows(np.empty(n, np.int64), np.empty(n, np.uint8), np.empty(n, np.uint8))
         locations, counts = np.empty(n, np.uint32), np.empty((len(ids), kernels.COUNTS), np.int64)
         where = *self._path.directory_of(names), _addresses(row_ids), starts
         out = found.addresses, found.bits, found.flags, locations, counts
-        self._threads.run(np.diff(starts), lambda share: kernels.find_rows(*where, share, *out))
+        self._threads.run(sizes, lambda share: kernels.find_rows(*where, share, *out))
         for k, counts_k in enumerate(counts.tolist()):
             if any(counts_k):
                 these = slice(int(starts[k]), int(starts[k + 1]))

@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal, Protocol
 
 import numpy as np
@@ -164,8 +165,8 @@ class _Answer:
         self, source: LookupSource, queries: Sequence[TableQuery], encoding: Encoding, found: FoundRows
     ) -> None:
         self._queries, self._encoding, self._found = queries, encoding, found
-        self._dims = np.array([source.spec(query.table).dim for query in queries], np.int64)
-        self._starts = _ends([query.row_ids.shape[0] for query in queries])
+        self._dims = [source.spec(query.table).dim for query in queries]
+        self._starts = starts_of([query.row_ids.shape[0] for query in queries])
         self._versions = [source.version(query.table) for query in queries]
 
     def write(self, reply: LookupReply) -> None:
@@ -173,13 +174,14 @@ class _Answer:
             self._write_stored(reply)
             return
         dtype = WIRE_NUMPY[self._encoding]
-        value_starts = _ends([query.num_vectors * dim for query, dim in zip(self._queries, self._dims, strict=True)])
-        flags, _, values = self._ask(reply, int(value_starts[-1]) * dtype.itemsize)
+        sizes = [query.num_vectors * dim for query, dim in zip(self._queries, self._dims, strict=True)]
+        value_starts = starts_of(sizes)
+        flags, _, values = self._ask(reply, sum(sizes) * dtype.itemsize)
         flags[:] = self._found.flags
         out, mode = wire_view(values.view(dtype)), MODES[self._encoding]
         pooled = [k for k, query in enumerate(self._queries) if query.pooling is not None]
         plain = [k for k, query in enumerate(self._queries) if query.pooling is None]
-        rows = self._found.addresses, self._found.bits, self._starts, self._dims
+        rows = self._found.addresses, self._found.bits, self._starts, np.array(self._dims, np.int64)
         if plain:
             kernels.copy_rows(*rows, value_starts, np.array(plain, np.int64), out, mode)
         for k in pooled:
@@ -188,20 +190,17 @@ class _Answer:
 
     def _write_stored(self, reply: LookupReply) -> None:
         offsets = np.empty(self._found.bits.shape[0] + 1, np.int64)
-        kernels.stored_offsets(self._found.bits, self._starts, self._dims, offsets)
+        kernels.stored_offsets(self._found.bits, self._starts, np.array(self._dims, np.int64), offsets)
         flags, formats, values = self._ask(reply, int(offsets[-1]))
         flags[:] = self._found.flags
         formats[:] = self._found.bits
         kernels.copy_stored(self._found.addresses, offsets, values)
 
     def _ask(self, reply: LookupReply, values_bytes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        num_rows = int(self._starts[-1])
-        dims = self._dims.tolist()
-        return reply(ReplyShape(self._encoding, self._queries, dims, self._versions, num_rows, values_bytes))
+        num_rows = self._found.flags.shape[0]
+        return reply(ReplyShape(self._encoding, self._queries, self._dims, self._versions, num_rows, values_bytes))
 
 
-def _ends(sizes: Sequence[int]) -> np.ndarray:
-    """int64[K+1]: where each begins, and the end of the last."""
-    ends = np.zeros(len(sizes) + 1, np.int64)
-    np.cumsum(np.asarray(sizes, np.int64), out=ends[1:])
-    return ends
+def starts_of(sizes: Sequence[int]) -> np.ndarray:
+    """int64[K+1]: where each begins, and the end of the last. In plain Python: there are few of them."""
+    return np.array([0, *accumulate(sizes)], np.int64)

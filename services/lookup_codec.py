@@ -106,13 +106,14 @@ def decode_lookup(data: bytes) -> LookupCall:
     lengths = _decode_lengths(data, header.tables, found.get(_LENGTHS, _ABSENT))
     queries, at, bag = [], 0, 0
     for entry in header.tables:
-        of_bags = None
-        pooling = _pooling(entry)
-        if pooling is not None:
-            of_bags = lengths[bag : bag + entry.num_bags]
-            bag += entry.num_bags
-        queries.append(TableQuery(entry.table, row_ids[at : at + entry.num_rows], pooling, of_bags))
+        its_ids = row_ids[at : at + entry.num_rows]
         at += entry.num_rows
+        if entry.pooling or entry.num_bags:
+            pooling, last = _pooling(entry), bag + entry.num_bags
+            queries.append(TableQuery(entry.table, its_ids, pooling, lengths[bag:last]))
+            bag = last
+        else:
+            queries.append(TableQuery(entry.table, its_ids))
     return LookupCall(encoding, queries)
 
 
@@ -133,13 +134,13 @@ def _decode_lengths(data: bytes, tables: Sequence[pb.TableLookup], place: tuple[
     """int64[B] of the bags of all tables; the size of the field tells whether they came as int32 or int64."""
     offset, size = place
     total = sum(entry.num_bags for entry in tables)
+    if not total and not size:
+        return np.empty(0, np.int64)
     if size not in (4 * total, 8 * total):
         raise InvalidInput(
             f"Lookup: lengths has {size} bytes, the table list asks for {4 * total} or {8 * total} ({total} bags x 4 or"
             " 8); make them add up"
         )
-    if not total:
-        return np.empty(0, np.int64)
     return np.frombuffer(data, np.int32 if size == 4 * total else np.int64, total, offset).astype(np.int64)
 
 

@@ -100,7 +100,8 @@ def test_replies_and_generated_classes_agree(tables: list, encoding: str, seed: 
         for answer in answers:
             if encoding == "stored":
                 plain, _ = decode_stored(answer.values, answer.formats, answer.dim)
-                assert np.array_equal(codec.expand(answer), plain, equal_nan=True)
+                # of random bits the bias may be too small for float64 beside the rest: a last bit differs then
+                assert np.allclose(codec.expand(answer), plain, rtol=2**-23, atol=0, equal_nan=True)
             elif answer.pooling is None:
                 assert answer.values.shape == (len(answer.flags), answer.dim)
 
