@@ -1,4 +1,4 @@
-"""Look-ups as a client sees them: replies in arrays, rows as stored decoded by nothing but what embedding.proto says."""
+"""Look-ups as a client sees them: replies in arrays, rows as stored decoded by what embedding.proto says alone."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from embedding_server import heat
 from embedding_server.hints import Hint
+from embedding_server.lookup import INITIAL
 from embedding_server.policy import frostline_at
 from embedding_server.reserved import PAGE_BYTES
-from embedding_server.lookup import INITIAL
 from embedding_server.shard import Shard, ShardGradients
 from embedding_server.spec import OptimizerSpec, PolicySpec, ScheduleSpec, TableSpec
 from embedding_server.store import BAND_SHIFT, DEFAULT, FOUND, TRAINABLE, Identity
