@@ -72,18 +72,18 @@ class LiveLookups(LookupSource):
         self._check_restores({name for name, _ in ids})
         for name, row_ids in ids:
             self._checks.ids(name, row_ids)
-        names, row_ids = [name for name, _ in ids], [np.ascontiguousarray(of_table) for _, of_table in ids]
-        sizes = [of_table.shape[0] for of_table in row_ids]
+        names, arrays = [name for name, _ in ids], [np.ascontiguousarray(row_ids) for _, row_ids in ids]
+        sizes = [row_ids.shape[0] for row_ids in arrays]
         starts, n = starts_of(sizes), sum(sizes)
         found = FoundRows(np.empty(n, np.int64), np.empty(n, np.uint8), np.empty(n, np.uint8))
         locations, counts = np.empty(n, np.uint32), np.empty((len(ids), kernels.COUNTS), np.int64)
-        where = *self._path.directory_of(names), _addresses(row_ids), starts
+        where = *self._path.directory_of(names), _addresses(arrays), starts
         out = found.addresses, found.bits, found.flags, locations, counts
         self._threads.run(sizes, lambda share: kernels.find_rows(*where, share, *out))
         for k, counts_k in enumerate(counts.tolist()):
             if any(counts_k):
                 these = slice(int(starts[k]), int(starts[k + 1]))
-                _Others(self._tables[names[k]], row_ids[k], found, these, locations[these]).place(counts_k)
+                _Others(self._tables[names[k]], arrays[k], found, these, locations[these]).place(counts_k)
         return found
 
     def _check_restores(self, names: set[str]) -> None:

@@ -452,9 +452,8 @@ class Shard:
         """The writer has work of this shard: maintain has more to do once it is done."""
         if self._cut is not None and self._cut.is_waiting:
             return True
-        return any(not drop.is_over for drop in self._drops.values()) or any(
-            table.segments.is_being_written for table in self._tables.values()
-        )
+        drops = any(not drop.is_over for drop in self._drops.values())
+        return drops or any(table.segments.is_being_written for table in self._tables.values())
 
     def stats(self) -> StoreStats:
         """Of settled tables, so that figures do not depend on how far the background work is."""

@@ -363,12 +363,6 @@ BAD_CALLS: dict[str, tuple[str, Any, grpc.StatusCode, list[str]]] = {
         INVALID,
         ["'user'", "num_bags=1", "without pooling"],
     ),
-    "lookup: pooling of a later version": (
-        "Lookup",
-        pooled([8], tables=[pb.TableLookup(table="user", num_rows=8, num_bags=1, pooling=7)]),
-        INVALID,
-        ["'user'", "pooling=7"],
-    ),
     "get: unknown table": ("GetTable", pb.GetTableRequest(name="x"), NOT_FOUND, ["'x'", "ListTables"]),
 }  # fmt: skip
 
