@@ -302,7 +302,7 @@ def stored_bytes(bits, dim):
     return dim + 8 if bits == 8 else dim * (np.int64(bits) // 8)
 
 
-@njit(forceinline=True)
+@njit
 def read_4bit(address, dim, target, mode):
     half = dim // 2
     row = carray(pointer(address), (half + 4,), np.uint8)
@@ -312,7 +312,7 @@ def read_4bit(address, dim, target, mode):
         store(target, 2 * d + 1, _fused_multiply_add(np.float32(row[d] >> np.uint8(4)), scale, bias), mode)
 
 
-@njit(forceinline=True)
+@njit
 def read_8bit(address, dim, target, mode):
     row = carray(pointer(address), (dim + 8,), np.uint8)
     scale, bias = _get_float32(row, dim), _get_float32(row, dim + 4)
@@ -320,14 +320,14 @@ def read_8bit(address, dim, target, mode):
         store(target, d, _fused_multiply_add(np.float32(row[d]), scale, bias), mode)
 
 
-@njit(forceinline=True)
+@njit
 def read_16bit(address, dim, target, mode):
     row = carray(pointer(address), (dim,), np.uint16)
     for d in range(dim):
         store(target, d, f16_to_f32(row[d]), mode)
 
 
-@njit(forceinline=True)
+@njit
 def read_32bit(address, dim, target, mode):
     row = carray(pointer(address), (dim,), np.float32)
     for d in range(dim):

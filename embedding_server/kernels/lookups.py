@@ -83,22 +83,16 @@ def find_rows(
                     counts[NUM_AWAY] += 1
 
 
-@njit(forceinline=True)
-def _ask_for_row(addresses, bits, i, end):
-    """Prefetches what row i + _ROWS_AHEAD begins with, if that is below `end`: four lines, or one of a row of few bits.
-
-    No loop over the row's bytes, which took as long as reading a row that is in the cache. Any address may be asked for.
-    """
+@njit(inline="always")
+def _ask_for_row(addresses, bits, i, end, dim):
+    """Prefetches what row i + _ROWS_AHEAD begins with, if that is below `end`. At address 0 nothing happens."""
     if i + _ROWS_AHEAD < end:
-        address = addresses[i + _ROWS_AHEAD]
-        prefetch(address)
-        if bits[i + _ROWS_AHEAD] > 8:
-            prefetch(address + 64)
-            prefetch(address + 128)
-            prefetch(address + 192)
+        size = min(stored_bytes(bits[i + _ROWS_AHEAD], dim), _PREFETCH_BYTES)
+        for offset in range(0, size, 64):
+            prefetch(addresses[i + _ROWS_AHEAD] + offset)
 
 
-@njit(forceinline=True)
+@njit
 def _read(address, bits, dim, target, mode):
     if bits == 32:
         read_32bit(address, dim, target, mode)
@@ -119,7 +113,7 @@ def copy_rows(addresses, bits, starts, dims, value_starts, share, out, mode):
     for k in share:
         dim, at = dims[k], value_starts[k]
         for i in range(starts[k], starts[k + 1]):
-            _ask_for_row(addresses, bits, i, starts[k + 1])
+            _ask_for_row(addresses, bits, i, starts[k + 1], dim)
             _read(addresses[i], bits[i], dim, out[at : at + dim], mode)
             at += dim
 
@@ -136,7 +130,7 @@ def pool_rows(addresses, bits, starts, dims, k, lengths, is_mean, out, mode):
     for j in range(lengths.size):
         total[:] = _ZERO
         for _ in range(lengths[j]):
-            _ask_for_row(addresses, bits, i, end)
+            _ask_for_row(addresses, bits, i, end, dim)
             if bits[i] != 0:
                 _read(addresses[i], bits[i], dim, row, 0)
                 for d in range(dim):
