@@ -2,7 +2,8 @@
 
     FrostlineError
     |-- InvalidInput (ValueError)    the caller sent something that can never be accepted
-    |   `-- UnknownTable             ... it names a table that was not created
+    |   |-- UnknownTable             ... it names a table that was not created
+    |   `-- WrongShard               ... it names a row_id of a bucket that this shard does not have
     |-- TableConflict                a table exists already with another spec
     |-- StepGap                      a Push or Pull skips a step; carries expected_step
     |-- NotReady                     the call is right but comes too early (no epoch begun, step not yet applied)
@@ -29,6 +30,10 @@ class InvalidInput(FrostlineError, ValueError):
 
 class UnknownTable(InvalidInput):
     """A request names a table that the store does not have."""
+
+
+class WrongShard(InvalidInput):
+    """A row_id went to a shard that does not have its bucket. Learn the buckets anew and send it to the right one."""
 
 
 class TableConflict(FrostlineError):

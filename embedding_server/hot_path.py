@@ -109,6 +109,10 @@ class HotPath:
         self._tables[name] = table
         self._directory[self._numbers[name]] = table.directory_row()
 
+    def directory_of(self, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """What kernels over many tables take first: the directory, and int64[K], where in it these are."""
+        return self._directory, np.array([self._numbers[name] for name in names], np.int64)
+
     def pull(
         self, ids: Mapping[str, np.ndarray], step: int, wire_dtype: WireDtype, buffers: ReplyBuffers | None = None
     ) -> dict[str, Rows]:

@@ -20,6 +20,7 @@ from embedding_server.shard import Shard, ShardGradients
 from embedding_server.spec import TableSpec
 from embedding_server.store import (
     NUM_BUCKETS,
+    STATE,
     CutProgress,
     EmbeddingStore,
     EpochInfo,
@@ -261,7 +262,8 @@ class InprocStore(EmbeddingStore):
 
     def lookup(self, ids: Mapping[str, RoutedIds]) -> dict[str, Rows]:
         with self._lock:
-            return self._shard.lookup({n: i.row_ids for n, i in ids.items()}, self.wire_dtype)
+            rows = self._shard.lookup({n: i.row_ids for n, i in ids.items()}, self.wire_dtype)
+        return {name: Rows(r.values, r.flags & STATE) for name, r in rows.items()}
 
     def stats(self) -> StoreStats:
         with self._lock:

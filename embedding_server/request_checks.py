@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from embedding_server.errors import InvalidInput, TableConflict, UnknownTable
+from embedding_server.errors import InvalidInput, TableConflict, UnknownTable, WrongShard
 from embedding_server.gradients import Push, ShardGradients
 from embedding_server.hot_limit import rows_under_cap
 from embedding_server.kernels.cpu import all_finite
@@ -23,7 +23,7 @@ MAX_LEARNING_RATE = 1e6  # keeps rows finite: optimizers.py
 
 
 class RequestChecks:
-    """Raises InvalidInput, UnknownTable or TableConflict.
+    """Raises InvalidInput, UnknownTable, WrongShard or TableConflict.
 
     tables: the shard's own dictionary; buckets bool[NUM_BUCKETS]: those it owns.
     """
@@ -85,7 +85,7 @@ class RequestChecks:
         if not self._owns_all:
             foreign = first_foreign(row_ids, self._buckets)
             if foreign >= 0:
-                raise InvalidInput(
+                raise WrongShard(
                     f"table {name!r}: row_id {int(row_ids[foreign])} (position {foreign}) is in a bucket of another"
                     " shard; route by shard_of_bucket, and fetch it again if the shards changed"
                 )

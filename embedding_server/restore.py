@@ -75,6 +75,7 @@ class Restore:
         anew: tables of the job that begin empty if the snapshot has none of their name."""
         self.folder, self.anew = folder, frozenset(anew)
         self._job, self._tables, self._buckets, self._renew, self._on_event = job, tables, buckets, renew, on_event
+        self.names: frozenset[str] = frozenset()  # tables that it has begun to fill: nobody should read them
         self._unclean: list[str] = []  # tables that may be half made, or hold some rows
         self._work = self._run()
 
@@ -108,6 +109,7 @@ class Restore:
         parts = read_parts(self.folder)
         step = parts[0].record.step
         self._check(parts)
+        self.names = frozenset(_names(parts))
         self._job.steps.begin_restore()
         for name in self.anew - set(_names(parts)):
             self._renew(name)

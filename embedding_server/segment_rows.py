@@ -107,10 +107,14 @@ class SegmentRows:
         kernels.gather_by_slot(locations, self._bits, out)
         return out
 
+    def place(self, locations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """addresses and bits_of, of rows that are read next."""
+        self.page_in_if_cold(locations, (Part.ROWS,))
+        return self.addresses(locations), self.bits_of(locations)
+
     def gather(self, locations: np.ndarray, out: np.ndarray, positions: np.ndarray, mode: int) -> None:
         """out[positions[i]] = row i in the wire dtype `mode` (kernels/wire.py): rows of all formats in one call."""
-        self.page_in_if_cold(locations, (Part.ROWS,))
-        frozen.gather_frozen(self.addresses(locations), self.bits_of(locations), self._dim, out, positions, mode)
+        frozen.gather_frozen(*self.place(locations), self._dim, out, positions, mode)
 
     def read(self, locations: np.ndarray) -> np.ndarray:
         """float32[n, D]."""

@@ -157,6 +157,10 @@ class SegmentSet:
         """Locations uint32[n] -> uint8[n]: bits a value, which say how many bytes an encoded row has."""
         return self._reader.bits_of(locations)
 
+    def place(self, locations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Locations uint32[n] -> addresses and bits_of, of rows that are read next."""
+        return self._reader.place(locations)
+
     def gather(self, locations: np.ndarray, out: np.ndarray, positions: np.ndarray, mode: int) -> None:
         """out[positions[i]] = the row of locations[i], in the wire dtype `mode` (kernels/wire.py)."""
         self._reader.gather(locations, out, positions, mode)

@@ -38,6 +38,7 @@ from embedding_server.hot_path import HotPath
 from embedding_server.job_cuts import JobCuts
 from embedding_server.jobs import JobBook
 from embedding_server.kernels import choose_backend
+from embedding_server.live_lookup import LiveLookups
 from embedding_server.page_reads import PageReads, bytes_around
 from embedding_server.pulls import Pulls
 from embedding_server.pushes import Pushes
@@ -110,13 +111,16 @@ class Shard:
         self._threads = TableThreads(threads)
         self._rows = HotPath(self._threads)
         self._checks = RequestChecks(self._tables, self.buckets)
+        self._restores: dict[str, Restore] = {}  # under way, by job
+        self.lookups = LiveLookups(
+            self._tables, self._rows, self._threads, self._checks, self._jobs, self._restores, self.buckets
+        )
         self._pulls = Pulls(self._tables, self._rows, self._checks)
         self._pushes = Pushes(self._tables, self._rows, self._checks, self._events.append)
         self._advances = Advances(self._tables)
         self._erasures = Erasures(self.buckets)
         self._drops = TableDrops()
         self._cuts = JobCuts(self.buckets, writer, self._events.append)
-        self._restores: dict[str, Restore] = {}  # under way, by job
         self._moves_at_release = 0  # rows frozen, thawed, forgotten before the last release_free_heap
 
     @property
@@ -362,13 +366,12 @@ class Shard:
 
     # Look-up, statistics, background ----------------------------------------------------------------------------------
 
-    def lookup(
-        self, ids: Mapping[str, np.ndarray], wire_dtype: WireDtype, buffers: ReplyBuffers | None = None
-    ) -> dict[str, Rows]:
+    def lookup(self, ids: Mapping[str, np.ndarray], wire_dtype: WireDtype) -> dict[str, Rows]:
+        """EmbeddingStore.lookup, with the heat bands of a pull; `lookups` is what serves."""
         check_wire_dtype(wire_dtype)
         for name, row_ids in ids.items():
             self._checks.ids(name, row_ids)
-        return self._rows.read(ids, wire_dtype, buffers, always_default=False)
+        return self._rows.read(ids, wire_dtype, always_default=False)
 
     def find_pages(self, ids: Mapping[str, np.ndarray]) -> PageReads:
         """What a hint that these will be read has to bring into memory. No effect on any row."""
@@ -380,10 +383,9 @@ class Shard:
 
     def settle(self, max_bytes: int = SETTLED_IN_A_REPORT_BYTES) -> None:
         """Finishes the background work on the segments of every table that has no more than max_bytes of it."""
-        if self.is_cutting:  # it holds the segments; how far their files are is nothing to wait for then
-            return
-        for table in self._tables.values():
-            table.settle_segments(max_bytes)
+        if not self.is_cutting:  # a cut holds the segments; how far their files are is nothing to wait for then
+            for table in self._tables.values():
+                table.settle_segments(max_bytes)
 
     @property
     def is_being_written(self) -> bool:

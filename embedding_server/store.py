@@ -51,8 +51,9 @@ ReplyBuffers = Callable[[Sequence[str], Sequence[int], Sequence[int]], tuple[np.
 TRAINABLE = 1  # a gradient for this row will be applied
 DEFAULT = 2  # the values are the table's default row: sum its gradient into TableGradients.default_gradient
 FOUND = 4  # the row_id has a row of its own
-#: Bits 3 to 7 of Rows.flags: the heat band of the row after this visit, min(31, floor(4 log2 heat)) for heat >= 1, else
-#: 0; also 0 for default rows, for row_ids that are not found and under policy `off`.
+STATE = TRAINABLE | DEFAULT | FOUND
+#: Bits 3 to 7 of Rows.flags of a pull: the heat band of the row after this visit, min(31, floor(4 log2 heat)) for
+#: heat >= 1, else 0; also 0 for default rows, for row_ids that are not found and under policy `off`.
 BAND_SHIFT = 3
 
 UpdateMode = Literal["sync", "pipelined"]
@@ -474,7 +475,7 @@ class EmbeddingStore(ABC):
     def lookup(self, ids: Mapping[str, RoutedIds]) -> dict[str, Rows]:
         """Read that is not a visit: no counting, no admission, no thaw. For evaluation and serving.
 
-        Unknown row_ids read the default row when min_count > 1, else zeros, without FOUND.
+        Unknown row_ids read the default row when min_count > 1, else zeros, without FOUND. Flags have no heat bands.
         """
 
     @abstractmethod

@@ -4,6 +4,7 @@
 |------------------|---------------------|---------------------------------------|
 | InvalidInput     | INVALID_ARGUMENT    |                                       |
 | UnknownTable     | NOT_FOUND           |                                       |
+| WrongShard       | INVALID_ARGUMENT    |                                       |
 | TableConflict    | ALREADY_EXISTS      |                                       |
 | StepGap          | FAILED_PRECONDITION | expected_step                         |
 | NotReady         | FAILED_PRECONDITION |                                       |
@@ -34,6 +35,7 @@ from embedding_server.errors import (
     StoreUnavailable,
     TableConflict,
     UnknownTable,
+    WrongShard,
 )
 from frostline.v1 import embedding_pb2 as pb
 
@@ -42,12 +44,13 @@ log = logging.getLogger(__name__)
 DETAIL_KEY = "frostline-error-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 #: HTTP/2 headers are bounded at 8 KiB by default and the message is percent-encoded there.
-MAX_MESSAGE_CHARS = 2000
+MAX_MESSAGE_CHARS, MAX_ENCODED_BYTES = 2000, 4000
 DEFAULT_RETRY_AFTER_MS = 100
 
 # A subclass stands before its base: the first match wins.
 _RULES: tuple[tuple[type[FrostlineError], grpc.StatusCode, pb.ErrorKind], ...] = (
     (UnknownTable, grpc.StatusCode.NOT_FOUND, pb.ERROR_KIND_UNKNOWN_TABLE),
+    (WrongShard, grpc.StatusCode.INVALID_ARGUMENT, pb.ERROR_KIND_WRONG_SHARD),
     (InvalidInput, grpc.StatusCode.INVALID_ARGUMENT, pb.ERROR_KIND_INVALID_INPUT),
     (TableConflict, grpc.StatusCode.ALREADY_EXISTS, pb.ERROR_KIND_TABLE_CONFLICT),
     (StepGap, grpc.StatusCode.FAILED_PRECONDITION, pb.ERROR_KIND_STEP_GAP),
@@ -61,6 +64,7 @@ _RULES: tuple[tuple[type[FrostlineError], grpc.StatusCode, pb.ErrorKind], ...] =
 _FROM_DETAIL: dict[int, Callable[[str, pb.ErrorDetail], FrostlineError]] = {
     pb.ERROR_KIND_INVALID_INPUT: lambda message, detail: InvalidInput(message),
     pb.ERROR_KIND_UNKNOWN_TABLE: lambda message, detail: UnknownTable(message),
+    pb.ERROR_KIND_WRONG_SHARD: lambda message, detail: WrongShard(message),
     pb.ERROR_KIND_TABLE_CONFLICT: lambda message, detail: TableConflict(message),
     pb.ERROR_KIND_STEP_GAP: lambda message, detail: StepGap(message, detail.expected_step),
     pb.ERROR_KIND_NOT_READY: lambda message, detail: NotReady(message),
@@ -94,12 +98,23 @@ def to_status(error: BaseException) -> tuple[grpc.StatusCode, str, tuple[tuple[s
     if rule is None:
         log.error("a call failed for a reason that is not the caller's", exc_info=error)
         message = f"internal error: {type(error).__name__}: {error}; see the shard's log"
-        return grpc.StatusCode.INTERNAL, message[:MAX_MESSAGE_CHARS], ()
+        return grpc.StatusCode.INTERNAL, _fitting(message), ()
     status, kind = rule
     trailing: list[tuple[str, str | bytes]] = [(DETAIL_KEY, _detail_of(error, kind).SerializeToString())]
     if isinstance(error, Overloaded):
         trailing.append((PUSHBACK_KEY, str(error.retry_after_ms)))
-    return status, str(error)[:MAX_MESSAGE_CHARS], tuple(trailing)
+    return status, _fitting(str(error)), tuple(trailing)
+
+
+def _fitting(message: str) -> str:
+    """As much of it as fits a header: names that callers send may be of characters that take 12 bytes there."""
+    size = 0
+    for i, character in enumerate(message[:MAX_MESSAGE_CHARS]):
+        is_plain = " " <= character <= "~" and character != "%"
+        size += 1 if is_plain else 3 * len(character.encode("utf-8", "replace"))
+        if size > MAX_ENCODED_BYTES:
+            return message[:i]
+    return message[:MAX_MESSAGE_CHARS]
 
 
 def abort(context: grpc.ServicerContext, error: BaseException) -> None:

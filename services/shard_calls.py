@@ -1,7 +1,7 @@
 """What each call of a shard server does, as plain functions on a Shard. They run on the executor thread.
 
-Messages in, messages out; errors are those of embedding_server.errors. Pull, Push and Lookup are not here: their
-servicer methods call the Shard directly, because their messages are framed by tensor_codec.
+Messages in, messages out; errors are those of embedding_server.errors. Pull and Push are not here: their servicer
+methods call the Shard directly, because their messages are framed by tensor_codec.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar, cast
 
-import numpy as np
 from google.protobuf.message import Message
 from pydantic import ValidationError
 
-from embedding_server.errors import InvalidInput, UnknownTable
+from embedding_server.errors import InvalidInput
 from embedding_server.shard import Shard
 from embedding_server.spec import TableSpec
 from embedding_server.store import NUM_BUCKETS, Identity, Moves, UpdateMode
@@ -31,6 +30,7 @@ from services.advance_messages import (
     progress_message,
     stats_message,
 )
+from services.lookup_calls import bucket_ranges, table_message
 from services.snapshot_paths import SnapshotPaths
 
 #: (call, job) pairs whose last answer is remembered; calls: BeginEpoch, Advance, Restore
@@ -64,18 +64,8 @@ class LastAnswers:
         self._answers.pop((call, job), None)
 
 
-def bucket_ranges(buckets: np.ndarray) -> list[pb.BucketRange]:
-    """bool[NUM_BUCKETS] as ranges."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], buckets, [False]))))
-    return [pb.BucketRange(first=int(a), last=int(b) - 1) for a, b in zip(edges[::2], edges[1::2], strict=True)]
-
-
-def _table(spec: TableSpec) -> pb.Table:
-    return pb.Table(name=spec.name, dim=spec.dim, spec_json=spec.model_dump_json())
-
-
 def describe_tables(shard: Shard) -> pb.DescribeTablesResponse:
-    tables = [_table(spec) for spec in shard.table_specs().values()]
+    tables = [table_message(spec) for spec in shard.table_specs().values()]
     return pb.DescribeTablesResponse(tables=tables, buckets=bucket_ranges(shard.buckets), num_buckets=NUM_BUCKETS)
 
 
@@ -226,14 +216,3 @@ def mask_info(shard: Shard, request: pb.GetMaskInfoRequest) -> pb.GetMaskInfoRes
         events=[] if request.first_bucket else shard.stats().events,
         next_bucket=0 if bucket == NUM_BUCKETS else bucket,
     )
-
-
-def list_tables(shard: Shard) -> pb.ListTablesResponse:
-    return pb.ListTablesResponse(tables=[_table(spec) for spec in shard.table_specs().values()])
-
-
-def get_table(shard: Shard, request: pb.GetTableRequest) -> pb.GetTableResponse:
-    spec = shard.table_specs().get(request.name)
-    if spec is None:
-        raise UnknownTable(f"GetTable: table {request.name!r} is not on this shard; ListTables names those that are")
-    return pb.GetTableResponse(table=_table(spec), mask_info=stats_message(spec.name, shard.stats().tables[spec.name]))

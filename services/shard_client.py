@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 
 from embedding_server.erasure import check_ids_to_delete
 from embedding_server.errors import FencedEpoch, FrostlineError, InvalidInput, NotReady, TableConflict, UnknownTable
+from embedding_server.lookup import TableQuery
 from embedding_server.shard import ShardGradients
 from embedding_server.spec import TableSpec, differing_fields
 from embedding_server.store import (
@@ -44,7 +45,7 @@ from embedding_server.store import (
     push_dtype,
 )
 from frostline.v1 import embedding_pb2 as pb
-from services import shard_cuts, shard_tables, tensor_codec
+from services import lookup_codec, shard_cuts, shard_tables, tensor_codec
 from services.advance_messages import (
     caller_message,
     frostline_message,
@@ -176,7 +177,7 @@ class RemoteStore(EmbeddingStore):
         def encode(pieces: list[Piece], part: int, num_parts: int) -> bytes:
             return tensor_codec.encode_pull(who, step, self.wire_dtype, _slices(ids, pieces), part, num_parts)
 
-        rows = self._read("EmbeddingShard/Pull", pb.PullResponse, ids, plans, encode)
+        rows = self._read("EmbeddingShard/Pull", tensor_codec.decode_rows, ids, plans, encode)
         self._count(
             WireStats(
                 bytes_pulled=sum(8 * len(r.flags) + r.values.nbytes + r.flags.nbytes for r in rows.values()),
@@ -190,10 +191,11 @@ class RemoteStore(EmbeddingStore):
         plans = self._plan_read("Lookup", ids, max_parts=1 << 62)
 
         def encode(pieces: list[Piece], part: int, num_parts: int) -> bytes:
-            return tensor_codec.encode_lookup(self.wire_dtype, _slices(ids, pieces))
+            queries = [TableQuery(name, row_ids) for name, row_ids in _slices(ids, pieces).items()]
+            return lookup_codec.encode_lookup(self.wire_dtype, queries)
 
         plans = [[] if plan == [[]] else plan for plan in plans]
-        return self._read("EmbeddingLookup/Lookup", pb.LookupResponse, ids, plans, encode)
+        return self._read("EmbeddingLookup/Lookup", lookup_codec.decode_rows, ids, plans, encode)
 
     def prefetch(self, ids: Mapping[str, RoutedIds]) -> None:
         plans = self._plan_read("Prefetch", ids, max_parts=1 << 62, reply_bytes=False)
@@ -225,7 +227,7 @@ class RemoteStore(EmbeddingStore):
     def _read(
         self,
         method: str,
-        cls: type[tensor_codec.RowsReply],
+        decode: Callable[[bytes], dict[str, Rows]],
         ids: Mapping[str, RoutedIds],
         plans: list[list[list[Piece]]],
         encode: Callable[[list[Piece], int, int], bytes],
@@ -234,7 +236,7 @@ class RemoteStore(EmbeddingStore):
         if plans == [[[Piece(name, 0, len(routed.row_ids)) for name, routed in ids.items()]]]:
             # One message holds everything in order: its rows are handed on where they lie.
             reply = call_all(method, [(self._channels[0], encode(plans[0][0], 0, 1))])[0]
-            return _checked_rows(cls, reply, plans[0][0])
+            return _checked_rows(method, decode(reply), plans[0][0])
         dtype = WIRE_NUMPY[self.wire_dtype]
         dims = self._dims(ids)
         rows = {
@@ -246,7 +248,7 @@ class RemoteStore(EmbeddingStore):
             requests = [(self._channels[shard], encode(pieces, part, num)) for shard, pieces, num in sent]
             for number, reply in call_each(method, requests):
                 pieces = sent[number][1]
-                got = _checked_rows(cls, reply, pieces)
+                got = _checked_rows(method, decode(reply), pieces)
                 for piece in pieces:
                     rows[piece.table].values[piece.start : piece.stop] = got[piece.table].values
                     rows[piece.table].flags[piece.start : piece.stop] = got[piece.table].flags
@@ -441,15 +443,12 @@ def _push_pieces(
     return tables
 
 
-def _checked_rows(cls: type[tensor_codec.RowsReply], reply: bytes, pieces: list[Piece]) -> dict[str, Rows]:
-    """The decoded reply. Raises FrostlineError unless it answers exactly `pieces`."""
-    rows = tensor_codec.decode_rows(cls, reply)
+def _checked_rows(method: str, rows: dict[str, Rows], pieces: list[Piece]) -> dict[str, Rows]:
+    """The rows of a reply. Raises FrostlineError unless they answer exactly `pieces`."""
     wanted = {piece.table: piece.stop - piece.start for piece in pieces}
     got = {name: len(table.flags) for name, table in rows.items()}
     if got != wanted:
-        raise FrostlineError(
-            f"{cls.DESCRIPTOR.name}: rows by table {got} answer a request for {wanted}; a shard is at fault"
-        )
+        raise FrostlineError(f"{method}: rows by table {got} answer a request for {wanted}; a shard is at fault")
     return rows
 
 

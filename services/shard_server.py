@@ -4,13 +4,12 @@
     admission -> decode -> queue  ----->  Shard.pull / push / ...
     encode <- wait for its Future <-----  (now, or when the other workers' calls have come)
 
-Limits are those of admission.Limits and tensor_codec.MAX_MESSAGE_BYTES. A call without a deadline gets MAX_WAIT_S.
+Limits are those of admission.Limits and tensor_codec.MAX_MESSAGE_BYTES. EmbeddingLookup is in lookup_service.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
@@ -25,15 +24,17 @@ from grpc_reflection.v1alpha import reflection
 
 from embedding_server.errors import FrostlineError, InvalidInput, StoreUnavailable
 from embedding_server.hints import Hint
+from embedding_server.lookup import LookupSource
 from embedding_server.shard import Shard
 from embedding_server.store import WIRE_NUMPY, WireDtype
 from frostline.v1 import embedding_pb2 as pb
 from services import rpc_errors, shard_calls, tensor_codec
 from services.admission import Admission, Limits
+from services.lookup_service import LookupServicer
+from services.rpc_calls import answered, result_in_time, result_or_cancel
 from services.shard_executor import ShardExecutor
 from services.snapshot_paths import SnapshotPaths
 
-MAX_WAIT_S = 600.0
 #: threads beyond Limits.max_calls, for health, reflection and the small calls
 SPARE_THREADS = 16
 
@@ -51,10 +52,6 @@ SERVER_OPTIONS = (
 )
 
 
-class _DeadlineExceeded(Exception):
-    """The caller's deadline passed while the call waited."""
-
-
 class WaitingCalls:
     """Waits for Futures on behalf of calls, and lets go of them when the caller goes away or the server drains.
 
@@ -67,7 +64,7 @@ class WaitingCalls:
         self._refusal: FrostlineError | None = None
 
     def wait(self, context: grpc.ServicerContext, future: Future) -> Any:
-        """The result of `future`. Raises its error, _DeadlineExceeded, or StoreUnavailable while draining."""
+        """The result of `future`. Raises its error, DeadlineExceeded, or StoreUnavailable while draining."""
         if future.done():
             return future.result()
         answer: Future = Future()
@@ -79,7 +76,7 @@ class WaitingCalls:
             future.add_done_callback(lambda done: _copy_outcome(done, answer))
             if not context.add_callback(answer.cancel):
                 raise CancelledError
-            return _result_in_time(context, answer)
+            return result_in_time(context, answer)
         finally:
             with self._lock:
                 self._waiting.discard(answer)
@@ -107,60 +104,20 @@ def _copy_outcome(done: Future, answer: Future) -> None:
         _set_quietly(answer.set_result, done.result())
 
 
-def _result_in_time(context: grpc.ServicerContext, future: Future) -> Any:
-    remaining_s = context.time_remaining()
-    try:
-        return future.result(MAX_WAIT_S if remaining_s is None else min(remaining_s, MAX_WAIT_S))
-    except TimeoutError as error:
-        if future.done() and not future.cancelled():
-            raise  # the shard's own
-        raise _DeadlineExceeded from error
-
-
-def _answered(method: Callable[[Any, Any, grpc.ServicerContext], Any]) -> Callable[..., Any]:
-    """A servicer method whose errors become the call's status."""
-
-    @functools.wraps(method)
-    def answer(self: Any, request: Any, context: grpc.ServicerContext) -> Any:
-        try:
-            return method(self, request, context)
-        except _DeadlineExceeded:
-            message = "the call's deadline passed before the shard could answer; another worker may be late"
-            return context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, message)
-        except CancelledError:
-            return context.abort(grpc.StatusCode.CANCELLED, "the caller went away")
-        except Exception as error:
-            return rpc_errors.abort(context, error)
-
-    return answer
-
-
-class _Servicer:
-    """What both services share: running work on the shard, within the limits."""
+class ShardServicer:
+    """EmbeddingShard. Pull, Push and Prefetch take and return the bytes of their messages."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
 
     def _run(self, context: grpc.ServicerContext, work: Callable[[Shard], Any]) -> Any:
-        """What `work` returns on the executor thread. Skipped there if the caller has gone by then."""
-        done = self._state.executor.run(work)
-        if not context.add_callback(done.cancel):
-            done.cancel()
-        try:
-            return _result_in_time(context, done)
-        except _DeadlineExceeded:
-            done.cancel()
-            raise
+        return self._state.run(context, work)
 
-
-class ShardServicer(_Servicer):
-    """EmbeddingShard. Pull, Push and Prefetch take and return the bytes of their messages."""
-
-    @_answered
+    @answered
     def DescribeTables(self, request: pb.DescribeTablesRequest, context: grpc.ServicerContext) -> Message:
         return self._run(context, shard_calls.describe_tables)
 
-    @_answered
+    @answered
     def CreateTables(self, request: pb.CreateTablesRequest, context: grpc.ServicerContext) -> Message:
         def work(shard: Shard) -> Message:
             answer = shard_calls.create_tables(shard, request)
@@ -169,17 +126,17 @@ class ShardServicer(_Servicer):
 
         return self._run(context, work)
 
-    @_answered
+    @answered
     def GetEpoch(self, request: pb.GetEpochRequest, context: grpc.ServicerContext) -> Message:
         return self._run(context, lambda shard: shard_calls.get_epoch(shard, request))
 
-    @_answered
+    @answered
     def BeginEpoch(self, request: pb.BeginEpochRequest, context: grpc.ServicerContext) -> Message:
         max_workers = self._state.admission.limits.max_workers
         answers = self._state.answers
         return self._run(context, lambda shard: shard_calls.begin_epoch(shard, answers, request, max_workers))
 
-    @_answered
+    @answered
     def Advance(self, request: pb.AdvanceRequest, context: grpc.ServicerContext) -> Message:
         state = self._state
 
@@ -191,38 +148,38 @@ class ShardServicer(_Servicer):
 
         return self._run(context, work)
 
-    @_answered
+    @answered
     def Meet(self, request: pb.MeetRequest, context: grpc.ServicerContext) -> Message:
         state = self._state
         with state.admission.call():
             later = self._run(context, lambda shard: shard_calls.meet(shard, request))
             return pb.MeetResponse(words=state.waiting.wait(context, later))
 
-    @_answered
+    @answered
     def GetCutProgress(self, request: pb.GetCutProgressRequest, context: grpc.ServicerContext) -> Message:
         return self._run(context, lambda shard: shard_calls.cut_progress(shard, request))
 
-    @_answered
+    @answered
     def AbandonCut(self, request: pb.AbandonCutRequest, context: grpc.ServicerContext) -> Message:
         return self._run(context, lambda shard: shard_calls.abandon_cut(shard, request))
 
-    @_answered
+    @answered
     def Restore(self, request: pb.RestoreRequest, context: grpc.ServicerContext) -> Message:
         state = self._state
         return self._run(context, lambda shard: shard_calls.restore(shard, state.answers, state.paths, request))
 
-    @_answered
+    @answered
     def GetMaskInfo(self, request: pb.GetMaskInfoRequest, context: grpc.ServicerContext) -> Message:
         return self._run(context, lambda shard: shard_calls.mask_info(shard, request))
 
-    @_answered
+    @answered
     def Pull(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         state = self._state
         with state.admission.call():
             call = tensor_codec.decode_pull(request)
             size = len(request) + state.check_reply("Pull", call.ids, call.wire_dtype)
             with state.admission.bytes(size) as held:
-                reply = tensor_codec.ReplyMessage(pb.PullResponse, call.wire_dtype)
+                reply = tensor_codec.ReplyMessage(call.wire_dtype)
                 later = self._run(
                     context,
                     lambda shard: shard.pull(
@@ -234,7 +191,7 @@ class ShardServicer(_Servicer):
                 state.waiting.wait(context, later)
                 return reply.message
 
-    @_answered
+    @answered
     def Prefetch(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         state = self._state
         with state.admission.call():
@@ -243,7 +200,7 @@ class ShardServicer(_Servicer):
                 Hint(ids).run(lambda advance: self._run(context, advance))
                 return pb.PrefetchResponse().SerializeToString()
 
-    @_answered
+    @answered
     def Push(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         state = self._state
         with state.admission.call():
@@ -266,28 +223,6 @@ class ShardServicer(_Servicer):
                 ).SerializeToString()
 
 
-class LookupServicer(_Servicer):
-    """EmbeddingLookup. Lookup takes and returns the bytes of its messages."""
-
-    @_answered
-    def ListTables(self, request: pb.ListTablesRequest, context: grpc.ServicerContext) -> Message:
-        return self._run(context, shard_calls.list_tables)
-
-    @_answered
-    def GetTable(self, request: pb.GetTableRequest, context: grpc.ServicerContext) -> Message:
-        return self._run(context, lambda shard: shard_calls.get_table(shard, request))
-
-    @_answered
-    def Lookup(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        state = self._state
-        with state.admission.call():
-            wire_dtype, ids = tensor_codec.decode_lookup(request)
-            with state.admission.bytes(len(request) + state.check_reply("Lookup", ids, wire_dtype)):
-                reply = tensor_codec.ReplyMessage(pb.LookupResponse, wire_dtype)
-                self._run(context, lambda shard: shard.lookup(ids, wire_dtype, reply))
-                return reply.message
-
-
 def _dims(shard: Shard) -> dict[str, int]:
     return {name: spec.dim for name, spec in shard.table_specs().items()}
 
@@ -302,6 +237,13 @@ class ServerState:
         self.waiting = WaitingCalls()
         self.answers = shard_calls.LastAnswers()  # executor thread only
         self.paths = paths
+
+    def run(self, context: grpc.ServicerContext, work: Callable[[Shard], Any]) -> Any:
+        """What `work` returns on the executor thread. Skipped there if the caller has gone by then."""
+        return result_or_cancel(context, self.executor.run(work))
+
+    def run_lookup(self, context: grpc.ServicerContext, work: Callable[[LookupSource], Any]) -> Any:
+        return self.run(context, lambda shard: work(shard.lookups))
 
     def check_reply(self, call: str, ids: Mapping[str, np.ndarray], wire_dtype: WireDtype) -> int:
         """Size of the reply in bytes, unknown tables left out. Raises InvalidInput if it passes the limit."""
@@ -363,11 +305,10 @@ class ShardServer:
         self._health = health.HealthServicer()
         self._pool = ThreadPoolExecutor(max_rpcs, thread_name_prefix="shard-rpc")
         self._server = grpc.server(self._pool, options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_rpcs)
+        state = self._state
+        lookups = LookupServicer(state.run_lookup, lambda: state.dims, state.admission)
         self._server.add_generic_rpc_handlers(
-            (
-                _handlers("EmbeddingShard", ShardServicer(self._state)),
-                _handlers("EmbeddingLookup", LookupServicer(self._state)),
-            )
+            (_handlers("EmbeddingShard", ShardServicer(state)), _handlers("EmbeddingLookup", lookups))
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SHARD_SERVICE, LOOKUP_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)

@@ -35,11 +35,9 @@ WIRE_ENUM: dict[WireDtype, pb.WireDtype] = {
 }
 _WIRE_NAME: dict[int, WireDtype] = {number: name for name, number in WIRE_ENUM.items()}
 
-RowsReply = pb.PullResponse | pb.LookupResponse
 _ABSENT = (0, 0)
 _PULL_ROW_IDS = pb.PullRequest.ROW_IDS_FIELD_NUMBER
 _PREFETCH_ROW_IDS = pb.PrefetchRequest.ROW_IDS_FIELD_NUMBER
-_LOOKUP_ROW_IDS = pb.LookupRequest.ROW_IDS_FIELD_NUMBER
 _PUSH_ROW_IDS = pb.PushRequest.ROW_IDS_FIELD_NUMBER
 _PUSH_DEFAULTS = pb.PushRequest.DEFAULT_GRADIENTS_FIELD_NUMBER
 _PUSH_VALUES = pb.PushRequest.VALUES_FIELD_NUMBER
@@ -74,7 +72,8 @@ class PushCall:
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _check_size(call: str, field: str, size: int, expected: int, rule: str) -> None:
+def check_size(call: str, field: str, size: int, expected: int, rule: str) -> None:
+    """Raises InvalidInput unless a field has as many bytes as the table list asks for."""
     if size != expected:
         raise InvalidInput(
             f"{call}: {field} has {size} bytes, the table list asks for {expected} ({rule}); make them add up"
@@ -147,28 +146,12 @@ def decode_prefetch(data: bytes) -> dict[str, np.ndarray]:
     return _decode_ids("Prefetch", data, header.tables, found.get(_PREFETCH_ROW_IDS, _ABSENT))
 
 
-def encode_lookup(wire_dtype: WireDtype, ids: Mapping[str, np.ndarray]) -> bytes:
-    """A LookupRequest; ids: contiguous int64[n] of each table."""
-    header = pb.LookupRequest(
-        wire_dtype=WIRE_ENUM[wire_dtype],
-        tables=[pb.TableIds(table=name, num_rows=len(row_ids)) for name, row_ids in ids.items()],
-    )
-    return frame(header, {_LOOKUP_ROW_IDS: list(ids.values())})
-
-
-def decode_lookup(data: bytes) -> tuple[WireDtype, dict[str, np.ndarray]]:
-    """Wire dtype of the reply and int64[n] of each table. Raises InvalidInput when lengths do not add up."""
-    header, found = unframe(data, pb.LookupRequest, (_LOOKUP_ROW_IDS,))
-    ids = _decode_ids("Lookup", data, header.tables, found.get(_LOOKUP_ROW_IDS, _ABSENT))
-    return wire_name("Lookup", header.wire_dtype), ids
-
-
 def _decode_ids(call: str, data: bytes, tables: Sequence[pb.TableIds], place: tuple[int, int]) -> dict[str, np.ndarray]:
     """int64[n] of each table. Copies: 8 bytes a row, against rows of hundreds."""
     offset, size = place
     _check_unique(call, [entry.table for entry in tables])
     total = sum(entry.num_rows for entry in tables)
-    _check_size(call, "row_ids", size, total * ROW_ID_BYTES, f"{total} rows x 8")
+    check_size(call, "row_ids", size, total * ROW_ID_BYTES, f"{total} rows x 8")
     row_ids = np.frombuffer(data, np.int64, total, offset).copy() if total else np.empty(0, np.int64)
     ids: dict[str, np.ndarray] = {}
     at = 0
@@ -223,7 +206,7 @@ def decode_push(data: bytes) -> PushCall:
     values = _decode_values("Push", data, header.tables, found.get(_PUSH_VALUES, _ABSENT), WIRE_NUMPY[wire])
     defaults_at, defaults_size = found.get(_PUSH_DEFAULTS, _ABSENT)
     num_defaults = sum(entry.dim for entry in header.tables if entry.has_default_gradient)
-    _check_size("Push", "default_gradients", defaults_size, 4 * num_defaults, "dim x 4 for each table that has one")
+    check_size("Push", "default_gradients", defaults_size, 4 * num_defaults, "dim x 4 for each table that has one")
     gradients: dict[str, ShardGradients] = {}
     for entry, of_table in zip(header.tables, values, strict=True):
         default = None
@@ -248,7 +231,7 @@ def _decode_values(
             name = entry.table
             raise InvalidInput(f"{call}: table {name!r}: dim={entry.dim} must be 1 to {MAX_DIM}; send the table's dim")
     total = sum(entry.num_rows * entry.dim for entry in tables)
-    _check_size(call, "values", size, total * dtype.itemsize, f"{total} values (rows x dim) x {dtype.itemsize}")
+    check_size(call, "values", size, total * dtype.itemsize, f"{total} values (rows x dim) x {dtype.itemsize}")
     values = view(as_array(data), offset, total, dtype)
     arrays, at = [], 0
     for entry in tables:
@@ -262,17 +245,16 @@ def _decode_values(
 
 
 class ReplyMessage:
-    """A PullResponse or LookupResponse that the shard writes its rows into: a ReplyBuffers of store.py."""
+    """A PullResponse that the shard writes its rows into: a ReplyBuffers of store.py."""
 
-    def __init__(self, cls: type[RowsReply], wire_dtype: WireDtype) -> None:
-        self._cls = cls
+    def __init__(self, wire_dtype: WireDtype) -> None:
         self._wire_dtype = wire_dtype
         self._message = b""
 
     def __call__(
         self, names: Sequence[str], num_rows: Sequence[int], dims: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray]:
-        header = self._cls(
+        header = pb.PullResponse(
             wire_dtype=WIRE_ENUM[self._wire_dtype],
             tables=[
                 pb.TableRows(table=name, num_rows=rows, dim=dim)
@@ -291,14 +273,14 @@ class ReplyMessage:
         return self._message
 
 
-def decode_rows(cls: type[RowsReply], data: bytes) -> dict[str, Rows]:
-    """Rows of each table, as views of the reply. Raises InvalidInput when lengths do not add up."""
-    header, found = unframe(data, cls, (_REPLY_FLAGS, _REPLY_VALUES))
-    call = cls.DESCRIPTOR.name
+def decode_rows(data: bytes) -> dict[str, Rows]:
+    """A PullResponse: rows of each table, as views of it. Raises InvalidInput when lengths do not add up."""
+    header, found = unframe(data, pb.PullResponse, (_REPLY_FLAGS, _REPLY_VALUES))
+    call = "PullResponse"
     dtype = WIRE_NUMPY[wire_name(call, header.wire_dtype)]
     total = sum(entry.num_rows for entry in header.tables)
     flags_at, flags_size = found.get(_REPLY_FLAGS, _ABSENT)
-    _check_size(call, "flags", flags_size, total, f"{total} rows x 1")
+    check_size(call, "flags", flags_size, total, f"{total} rows x 1")
     values = _decode_values(call, data, header.tables, found.get(_REPLY_VALUES, _ABSENT), dtype)
     base = as_array(data)
     rows: dict[str, Rows] = {}

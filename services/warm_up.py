@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import get_args
+from typing import cast, get_args
 
 import numpy as np
 
 from embedding_server.errors import InvalidInput
+from embedding_server.lookup import Encoding, TableQuery
 from embedding_server.shard import Shard, ShardGradients
 from embedding_server.spec import OptimizerKind, OptimizerSpec, PolicySpec, TableSpec
 from embedding_server.store import WIRE_NUMPY, Frostline, Identity, WireDtype, push_dtype
+from services.lookup_codec import LookupReplyMessage
 
 log = logging.getLogger(__name__)
 
@@ -73,9 +75,18 @@ def _live(shard: Shard, names: list[str]) -> None:
             _step(shard, who, step, ids, wire_dtype)
             _freeze(shard, who, step)
         shard.lookup(ids, wire_dtype)
+    _look_up(shard, names)
     while shard.maintain():
         pass
     shard.stats()
+
+
+def _look_up(shard: Shard, names: list[str]) -> None:
+    row_ids = np.arange(_ROWS, dtype=np.int64)
+    plain = [TableQuery(name, row_ids) for name in names]
+    pooled = [TableQuery(name, row_ids, "mean", np.array([_ROWS], np.int64)) for name in names]
+    for queries, encoding in ((plain, "float32"), (plain, "stored"), (pooled, "float16")):
+        shard.lookups.look_up(queries, cast(Encoding, encoding), LookupReplyMessage())
 
 
 def _step(shard: Shard, who: Identity, step: int, ids: dict[str, np.ndarray], wire_dtype: WireDtype) -> None:

@@ -295,14 +295,15 @@ def quantise(weights: np.ndarray, bits: int, keys: np.ndarray = NEAREST) -> np.n
 
 
 @njit
-def _row_bytes(bits, dim):
+def stored_bytes(bits, dim):
+    """row_bytes in a kernel; 0 of 0 bits."""
     if bits == 4:
         return dim // 2 + 4
     return dim + 8 if bits == 8 else dim * (np.int64(bits) // 8)
 
 
 @njit
-def _read_4bit(address, dim, target, mode):
+def read_4bit(address, dim, target, mode):
     half = dim // 2
     row = carray(pointer(address), (half + 4,), np.uint8)
     scale, bias = _get_float16(row, half), _get_float16(row, half + 2)
@@ -312,7 +313,7 @@ def _read_4bit(address, dim, target, mode):
 
 
 @njit
-def _read_8bit(address, dim, target, mode):
+def read_8bit(address, dim, target, mode):
     row = carray(pointer(address), (dim + 8,), np.uint8)
     scale, bias = _get_float32(row, dim), _get_float32(row, dim + 4)
     for d in range(dim):
@@ -320,14 +321,14 @@ def _read_8bit(address, dim, target, mode):
 
 
 @njit
-def _read_16bit(address, dim, target, mode):
+def read_16bit(address, dim, target, mode):
     row = carray(pointer(address), (dim,), np.uint16)
     for d in range(dim):
         store(target, d, f16_to_f32(row[d]), mode)
 
 
 @njit
-def _read_32bit(address, dim, target, mode):
+def read_32bit(address, dim, target, mode):
     row = carray(pointer(address), (dim,), np.float32)
     for d in range(dim):
         store(target, d, row[d], mode)
@@ -338,19 +339,19 @@ def gather_frozen(addresses, bits, dim, out, positions, mode):
     """out[positions[i]] = the frozen row of bits[i] at addresses[i], in the wire dtype; address 0 skips."""
     for i in range(addresses.size):
         if i + _AHEAD < addresses.size:  # a prefetch of address 0 does nothing
-            for offset in range(0, min(_row_bytes(bits[i + _AHEAD], dim), _PREFETCH_BYTES), 64):
+            for offset in range(0, min(stored_bytes(bits[i + _AHEAD], dim), _PREFETCH_BYTES), 64):
                 prefetch(addresses[i + _AHEAD] + offset)
         if addresses[i] == 0:
             continue
         target = out[positions[i]]
         if bits[i] == 4:
-            _read_4bit(addresses[i], dim, target, mode)
+            read_4bit(addresses[i], dim, target, mode)
         elif bits[i] == 8:
-            _read_8bit(addresses[i], dim, target, mode)
+            read_8bit(addresses[i], dim, target, mode)
         elif bits[i] == 16:
-            _read_16bit(addresses[i], dim, target, mode)
+            read_16bit(addresses[i], dim, target, mode)
         else:
-            _read_32bit(addresses[i], dim, target, mode)
+            read_32bit(addresses[i], dim, target, mode)
 
 
 def read_frozen(addresses: np.ndarray, bits: np.ndarray, dim: int) -> np.ndarray:

@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 
 from embedding_server import heat
 from embedding_server.hints import Hint
+from embedding_server.lookup import INITIAL
 from embedding_server.policy import frostline_at
 from embedding_server.reserved import PAGE_BYTES
 from embedding_server.shard import Shard, ShardGradients
 from embedding_server.spec import OptimizerSpec, PolicySpec, ScheduleSpec, TableSpec
 from embedding_server.store import BAND_SHIFT, DEFAULT, FOUND, TRAINABLE, Identity
+from tests.embedding_server import looked_up
 from tests.embedding_server.table_model import NO_CAP, Row, TableModel
 
 DIM = 4
@@ -82,6 +84,15 @@ class Harness:
                 flags = (TRAINABLE | FOUND if row.hot else FOUND) | self.band(row) << BAND_SHIFT
                 assert rows.flags[i] == flags, row_id
             assert rows.values[i].tobytes() == expected.tobytes(), row_id
+
+    def check_look_ups(self, ids: np.ndarray) -> None:
+        """Every row in every encoding and pooling, as a client reads it."""
+        rows = [self.model.rows.get(row_id) for row_id in ids.tolist()]
+        is_counted = self.spec.policy.min_count > 1
+        absent = self.model.default.values if is_counted else np.zeros(DIM, np.float32)
+        values = np.array([absent if row is None else row.values for row in rows], np.float32)
+        flags = [(DEFAULT if is_counted else 0) if row is None else _state(row) for row in rows]
+        looked_up.check_rows(self.shard.lookups, "t", ids, values, np.array(flags, np.uint8))
 
     def band(self, row: Row) -> int:
         """min(31, floor(4 log2 heat)) at the newest step; 0 for heat below 1."""
@@ -202,6 +213,7 @@ class Harness:
     def check_all(self) -> None:
         ids = np.array(POOL, np.int64)
         self.check_rows(ids, self.shard.lookup({"t": ids}, "float32")["t"], pulled=False)
+        self.check_look_ups(ids)
         stats = self.shard.stats().tables["t"]
         assert stats.rows_hot == sum(row.hot for row in self.model.rows.values())
         assert stats.rows_frozen == sum(not row.hot for row in self.model.rows.values())
@@ -213,6 +225,13 @@ class Harness:
         entries = self.shard._tables["t"].index.scan(0, 1024)
         codes = dict(zip(entries.row_ids.tolist(), entries.heat.tolist(), strict=True))
         assert codes == {row_id: row.heat for row_id, row in self.model.rows.items()}
+
+
+def _state(row: Row) -> int:
+    """Flags of a look-up."""
+    if row.hot:
+        return TRAINABLE | FOUND
+    return FOUND if row.stored is not None else FOUND | INITIAL
 
 
 def _memory(address: int, size: int):

@@ -105,10 +105,17 @@ def push(values: np.ndarray | None = None, row_ids: np.ndarray = IDS, **changes:
 def lookup(row_ids: np.ndarray = IDS, **changes: Any) -> pb.LookupRequest:
     fields = {
         "wire_dtype": pb.WIRE_DTYPE_FLOAT32,
-        "tables": [pb.TableIds(table="user", num_rows=len(row_ids))],
+        "tables": [pb.TableLookup(table="user", num_rows=len(row_ids))],
         "row_ids": row_ids.tobytes(),
     }
     return pb.LookupRequest(**fields | changes)
+
+
+def pooled(bags_of: list[int], **changes: Any) -> pb.LookupRequest:
+    """Of IDS, in bags of these lengths."""
+    bags = {"pooling": pb.POOLING_SUM, "num_bags": len(bags_of)}
+    tables = [pb.TableLookup(table="user", num_rows=len(IDS), **bags)]
+    return lookup(**{"tables": tables, "lengths": np.array(bags_of, np.int64).tobytes()} | changes)
 
 
 def delete(step: int = 1, table: str = "user", row_ids: bytes = b"12345678") -> pb.AdvanceRequest:
@@ -319,10 +326,43 @@ BAD_CALLS: dict[str, tuple[str, Any, grpc.StatusCode, list[str]]] = {
         ["Prefetch: row_ids has 8 bytes", "16"],
     ),
     # EmbeddingLookup
-    "lookup: unknown table": ("Lookup", lookup(tables=[pb.TableIds(table="x", num_rows=8)]), NOT_FOUND, ["'x'"]),
-    "lookup: rows missing": ("Lookup", lookup(tables=OF_9), INVALID, ["Lookup: row_ids has 64 bytes", "72"]),
-    "lookup: no wire_dtype": ("Lookup", lookup(wire_dtype=0), INVALID, ["wire_dtype=0"]),
+    "lookup: unknown table": ("Lookup", lookup(tables=[pb.TableLookup(table="x", num_rows=8)]), NOT_FOUND, ["'x'"]),
+    "lookup: rows missing": (
+        "Lookup",
+        lookup(tables=[pb.TableLookup(table="user", num_rows=9)]),
+        INVALID,
+        ["Lookup: row_ids has 64 bytes", "72"],
+    ),
+    "lookup: row_id of another shard": ("Lookup", lookup(row_ids=WITH_FOREIGN), INVALID, ["another shard", "position"]),
+    "lookup: no wire_dtype": ("Lookup", lookup(wire_dtype=0), INVALID, ["wire_dtype=0", "4 (stored)"]),
+    "lookup: wire_dtype of a later version": ("Lookup", lookup(wire_dtype=9), INVALID, ["wire_dtype=9"]),
     "lookup: reply too large": ("Lookup", lookup(row_ids=np.resize(IDS, 4_000_000)), INVALID, ["4000000 rows"]),
+    "lookup: too many rows to pool": (
+        "Lookup",
+        lookup(
+            row_ids=np.resize(IDS, 4_000_000),
+            tables=[pb.TableLookup(table="user", num_rows=4_000_000, pooling=pb.POOLING_SUM, num_bags=1)],
+            lengths=np.array([4_000_000], np.int64).tobytes(),
+        ),
+        INVALID,
+        ["4000000 rows", "bytes"],
+    ),
+    "lookup: stored rows cannot be pooled": (
+        "Lookup", pooled([8], wire_dtype=pb.WIRE_DTYPE_STORED), INVALID, ["'user'", "stored", "pooled"]
+    ),
+    "lookup: lengths below 0": ("Lookup", pooled([10, -2]), INVALID, ["'user'", "lengths[1]=-2"]),
+    "lookup: lengths do not add up": (
+        "Lookup", pooled([3, 4]), INVALID, ["'user'", "2 bags add up to 7", "8 row_ids"]
+    ),
+    "lookup: lengths that wrap around": ("Lookup", pooled([2**62] * 4 + [8]), INVALID, ["5 bags add up to"]),
+    "lookup: lengths missing": ("Lookup", pooled([3, 5], lengths=b""), INVALID, ["lengths has 0 bytes", "8 or 16"]),
+    "lookup: half a length": ("Lookup", pooled([3, 5], lengths=bytes(10)), INVALID, ["lengths has 10 bytes"]),
+    "lookup: bags without pooling": (
+        "Lookup",
+        pooled([8], tables=[pb.TableLookup(table="user", num_rows=8, num_bags=1)]),
+        INVALID,
+        ["'user'", "num_bags=1", "without pooling"],
+    ),
     "get: unknown table": ("GetTable", pb.GetTableRequest(name="x"), NOT_FOUND, ["'x'", "ListTables"]),
 }  # fmt: skip
 

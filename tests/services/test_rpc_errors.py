@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from urllib.parse import quote
 
 import grpc
 import pytest
@@ -18,6 +19,7 @@ from embedding_server.errors import (
     StoreUnavailable,
     TableConflict,
     UnknownTable,
+    WrongShard,
 )
 from services import rpc_errors
 
@@ -42,6 +44,7 @@ class FakeRpcError(grpc.RpcError):
 CASES = [
     (InvalidInput("m"), grpc.StatusCode.INVALID_ARGUMENT, {}),
     (UnknownTable("m"), grpc.StatusCode.NOT_FOUND, {}),
+    (WrongShard("m"), grpc.StatusCode.INVALID_ARGUMENT, {}),
     (TableConflict("m"), grpc.StatusCode.ALREADY_EXISTS, {}),
     (StepGap("m", 7), grpc.StatusCode.FAILED_PRECONDITION, {"expected_step": 7}),
     (NotReady("m"), grpc.StatusCode.FAILED_PRECONDITION, {}),
@@ -106,3 +109,8 @@ def test_statuses_that_others_set(code: grpc.StatusCode, details: str, expected:
     assert type(error) is expected
     assert "shard 1 (10.0.0.7:5000)" in str(error)
     assert details in str(error)
+
+
+def test_a_message_of_wide_characters_fits_a_header() -> None:
+    _, message, _ = rpc_errors.to_status(InvalidInput("table '" + "日本語" * 700))
+    assert rpc_errors.MAX_ENCODED_BYTES - 9 <= len(quote(message, safe=" '")) <= rpc_errors.MAX_ENCODED_BYTES

@@ -116,7 +116,7 @@ def test_sync_push_is_acknowledged_when_all_workers_pushed(connect: Callable) ->
     assert not early.done()
     ack = pb.PushResponse.FromString(workers[1].push(1, value=3.0).result())
     assert pb.PushResponse.FromString(first.result()) == ack
-    rows = tensor_codec.decode_rows(pb.PullResponse, early.result())
+    rows = tensor_codec.decode_rows(early.result())
     assert (rows["t"].values == -2.0).all()  # the mean of the two
 
 
@@ -135,7 +135,7 @@ def test_the_deadline_of_a_waiting_call_is_honoured(connect: Callable) -> None:
     workers[1].push(1).result()
     again.result()
     assert stub.GetEpoch(pb.GetEpochRequest(job="job")).last_step == 1
-    rows = tensor_codec.decode_rows(pb.PullResponse, workers[0].pull(2).result())
+    rows = tensor_codec.decode_rows(workers[0].pull(2).result())
     assert (rows["t"].values == -1.0).all()
 
 

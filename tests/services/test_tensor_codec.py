@@ -33,9 +33,9 @@ def random_values(rng: np.random.Generator, count: int, dim: int, wire: str) -> 
     return raw.view(WIRE_NUMPY[wire]).reshape(count, dim)
 
 
-def encode_rows(cls: type, wire: str, rows: dict[str, Rows]) -> bytes:
+def encode_rows(wire: str, rows: dict[str, Rows]) -> bytes:
     """A reply filled as the shard fills it."""
-    reply = codec.ReplyMessage(cls, wire)
+    reply = codec.ReplyMessage(wire)
     dims = [table.values.shape[1] for table in rows.values()]
     flags, values = reply(list(rows), [len(table.flags) for table in rows.values()], dims)
     flags[:] = np.concatenate([np.empty(0, np.uint8), *(table.flags for table in rows.values())])
@@ -92,25 +92,25 @@ def test_push_and_generated_classes_agree(tables: dict, wire: str, seed: int) ->
                 assert same_bits(got.default_gradient, sent.default_gradient)
 
 
-@given(TABLES, WIRES, st.sampled_from([pb.PullResponse, pb.LookupResponse]), st.integers(0, 2**32 - 1))
-def test_rows_and_generated_classes_agree(tables: dict, wire: str, cls: type, seed: int) -> None:
+@given(TABLES, WIRES, st.integers(0, 2**32 - 1))
+def test_rows_and_generated_classes_agree(tables: dict, wire: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = {
         name: Rows(random_values(rng, count, dim, wire), rng.integers(0, 8, count, dtype=np.uint8))
         for name, (count, dim) in tables.items()
     }
-    data = encode_rows(cls, wire, rows)
-    message = cls.FromString(data)
+    data = encode_rows(wire, rows)
+    message = pb.PullResponse.FromString(data)
     assert message.flags == b"".join(r.flags.tobytes() for r in rows.values())
     for encoded in (data, message.SerializeToString()):
-        got = codec.decode_rows(cls, encoded)
+        got = codec.decode_rows(encoded)
         assert list(got) == list(rows)
         assert all(same_bits(got[name].values, rows[name].values) for name in rows)
         assert all(same_bits(got[name].flags, rows[name].flags) for name in rows)
 
 
-@given(TABLES, WIRES, st.integers(0, 2**32 - 1))
-def test_lookup_and_generated_classes_agree(tables: dict, wire: str, seed: int) -> None:
+@given(TABLES, st.integers(0, 2**32 - 1))
+def test_prefetch_and_generated_classes_agree(tables: dict, seed: int) -> None:
     rng = np.random.default_rng(seed)
     ids = {name: random_ids(rng, count) for name, (count, _) in tables.items()}
     prefetched = codec.encode_prefetch(ids)
@@ -118,20 +118,15 @@ def test_lookup_and_generated_classes_agree(tables: dict, wire: str, seed: int) 
     for encoded in (prefetched, message.SerializeToString()):
         got = codec.decode_prefetch(encoded)
         assert {name: row_ids.tolist() for name, row_ids in got.items()} == {n: i.tolist() for n, i in ids.items()}
-    data = codec.encode_lookup(wire, ids)
-    for encoded in (data, pb.LookupRequest.FromString(data).SerializeToString()):
-        got_wire, got = codec.decode_lookup(encoded)
-        assert got_wire == wire
-        assert all(same_bits(got[name], ids[name]) for name in ids)
 
 
 def test_values_are_aligned_and_read_where_they_lie() -> None:
     for name_length in range(1, 20):
         rows = {"t" * name_length: Rows(np.ones((3, 4), np.float32), np.zeros(3, np.uint8))}
-        data = encode_rows(pb.PullResponse, "float32", rows)
+        data = encode_rows("float32", rows)
         _, found = unframe(data, pb.PullResponse, (3, 4))
         assert found[4][0] % 8 == 0
-        values = codec.decode_rows(pb.PullResponse, data)["t" * name_length].values
+        values = codec.decode_rows(data)["t" * name_length].values
         assert values.flags.aligned
         assert values.flags.writeable
         assert np.shares_memory(values, as_array(data))
@@ -196,7 +191,7 @@ def test_a_cut_message_is_refused() -> None:
 
 @given(st.binary(max_size=300))
 def test_arbitrary_bytes_are_refused_or_read_but_never_crash(data: bytes) -> None:
-    for decode in (codec.decode_pull, codec.decode_push, codec.decode_prefetch, codec.decode_lookup):
+    for decode in (codec.decode_pull, codec.decode_push, codec.decode_prefetch):
         with contextlib.suppress(InvalidInput):
             decode(data)
 

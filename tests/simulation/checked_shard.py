@@ -20,6 +20,7 @@ import numpy as np
 from embedding_server.errors import FencedEpoch, FrostlineError
 from embedding_server.gradients import ShardGradients
 from embedding_server.hints import Hint
+from embedding_server.lookup import TableQuery
 from embedding_server.segment_reader import MappedSegment
 from embedding_server.segment_writer import segment_prefix
 from embedding_server.shard import Shard
@@ -41,6 +42,7 @@ from embedding_server.store import (
     UpdateMode,
 )
 from embedding_server.table import Table
+from tests.embedding_server.looked_up import look_up
 from tests.embedding_server.table_model import TableModel
 from tests.embedding_server.table_state import rows_of, waiting_of
 from tests.simulation.shard_model import (
@@ -198,7 +200,17 @@ class CheckedShard:
         rows = self._agreed("lookup", expected, lambda: self.shard.lookup(ids, "float32"))
         if not self.is_restoring and self._pass is None:
             self._check_reply(ids, rows, reads_default=False)
+        if not self.is_restoring and not self._is_disk_failing():
+            self._check_served(ids, rows)
         return rows
+
+    def _check_served(self, ids: Mapping[str, np.ndarray], rows: Mapping[str, Rows]) -> None:
+        """What EmbeddingLookup sends of these rows, as stored, is what the shard reads."""
+        queries = [TableQuery(name, row_ids) for name, row_ids in ids.items()]
+        for query, answer in zip(queries, look_up(self.shard.lookups, queries, "stored"), strict=True):
+            read = rows[query.table]
+            if answer.values.tobytes() != read.values.tobytes() or ((answer.flags ^ read.flags) & _SEEN).any():
+                raise Violation(f"table {query.table} is served otherwise than it is read")
 
     def prefetch(self, ids: Mapping[str, np.ndarray]) -> None:
         expected = _tried(lambda: self.model.check_tables(ids.keys()))

@@ -13,6 +13,7 @@ class WireDtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WIRE_DTYPE_FLOAT32: _ClassVar[WireDtype]
     WIRE_DTYPE_FLOAT16: _ClassVar[WireDtype]
     WIRE_DTYPE_BFLOAT16: _ClassVar[WireDtype]
+    WIRE_DTYPE_STORED: _ClassVar[WireDtype]
 
 class Flag(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -20,6 +21,21 @@ class Flag(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FLAG_TRAINABLE: _ClassVar[Flag]
     FLAG_DEFAULT: _ClassVar[Flag]
     FLAG_FOUND: _ClassVar[Flag]
+    FLAG_INITIAL: _ClassVar[Flag]
+
+class RowFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROW_FORMAT_UNSPECIFIED: _ClassVar[RowFormat]
+    ROW_FORMAT_INT4: _ClassVar[RowFormat]
+    ROW_FORMAT_INT8: _ClassVar[RowFormat]
+    ROW_FORMAT_FLOAT16: _ClassVar[RowFormat]
+    ROW_FORMAT_FLOAT32: _ClassVar[RowFormat]
+
+class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    POOLING_UNSPECIFIED: _ClassVar[Pooling]
+    POOLING_SUM: _ClassVar[Pooling]
+    POOLING_MEAN: _ClassVar[Pooling]
 
 class UpdateMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -39,14 +55,25 @@ class ErrorKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_KIND_OVERLOADED: _ClassVar[ErrorKind]
     ERROR_KIND_SEGMENT_CORRUPT: _ClassVar[ErrorKind]
     ERROR_KIND_STORE_UNAVAILABLE: _ClassVar[ErrorKind]
+    ERROR_KIND_WRONG_SHARD: _ClassVar[ErrorKind]
 WIRE_DTYPE_UNSPECIFIED: WireDtype
 WIRE_DTYPE_FLOAT32: WireDtype
 WIRE_DTYPE_FLOAT16: WireDtype
 WIRE_DTYPE_BFLOAT16: WireDtype
+WIRE_DTYPE_STORED: WireDtype
 FLAG_UNSPECIFIED: Flag
 FLAG_TRAINABLE: Flag
 FLAG_DEFAULT: Flag
 FLAG_FOUND: Flag
+FLAG_INITIAL: Flag
+ROW_FORMAT_UNSPECIFIED: RowFormat
+ROW_FORMAT_INT4: RowFormat
+ROW_FORMAT_INT8: RowFormat
+ROW_FORMAT_FLOAT16: RowFormat
+ROW_FORMAT_FLOAT32: RowFormat
+POOLING_UNSPECIFIED: Pooling
+POOLING_SUM: Pooling
+POOLING_MEAN: Pooling
 UPDATE_MODE_UNSPECIFIED: UpdateMode
 UPDATE_MODE_SYNC: UpdateMode
 UPDATE_MODE_PIPELINED: UpdateMode
@@ -60,6 +87,7 @@ ERROR_KIND_FENCED_EPOCH: ErrorKind
 ERROR_KIND_OVERLOADED: ErrorKind
 ERROR_KIND_SEGMENT_CORRUPT: ErrorKind
 ERROR_KIND_STORE_UNAVAILABLE: ErrorKind
+ERROR_KIND_WRONG_SHARD: ErrorKind
 
 class ErrorDetail(_message.Message):
     __slots__ = ("kind", "expected_step", "current_epoch", "retry_after_ms", "path")
@@ -571,41 +599,103 @@ class PrefetchResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Version(_message.Message):
+    __slots__ = ("job", "epoch", "step", "snapshot_id")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    epoch: int
+    step: int
+    snapshot_id: str
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., snapshot_id: _Optional[str] = ...) -> None: ...
+
+class TableLookup(_message.Message):
+    __slots__ = ("table", "num_rows", "pooling", "num_bags")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    NUM_BAGS_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    num_rows: int
+    pooling: Pooling
+    num_bags: int
+    def __init__(self, table: _Optional[str] = ..., num_rows: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., num_bags: _Optional[int] = ...) -> None: ...
+
 class LookupRequest(_message.Message):
-    __slots__ = ("wire_dtype", "tables", "row_ids", "padding")
+    __slots__ = ("wire_dtype", "tables", "row_ids", "lengths", "padding")
     WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     ROW_IDS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     wire_dtype: WireDtype
-    tables: _containers.RepeatedCompositeFieldContainer[TableIds]
+    tables: _containers.RepeatedCompositeFieldContainer[TableLookup]
     row_ids: bytes
+    lengths: bytes
     padding: bytes
-    def __init__(self, wire_dtype: _Optional[_Union[WireDtype, str]] = ..., tables: _Optional[_Iterable[_Union[TableIds, _Mapping]]] = ..., row_ids: _Optional[bytes] = ..., padding: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, wire_dtype: _Optional[_Union[WireDtype, str]] = ..., tables: _Optional[_Iterable[_Union[TableLookup, _Mapping]]] = ..., row_ids: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., padding: _Optional[bytes] = ...) -> None: ...
+
+class TableVectors(_message.Message):
+    __slots__ = ("table", "num_rows", "dim", "pooling", "num_bags", "version")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    DIM_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    NUM_BAGS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    num_rows: int
+    dim: int
+    pooling: Pooling
+    num_bags: int
+    version: int
+    def __init__(self, table: _Optional[str] = ..., num_rows: _Optional[int] = ..., dim: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., num_bags: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("wire_dtype", "tables", "flags", "values", "padding")
+    __slots__ = ("wire_dtype", "tables", "flags", "values", "formats", "versions", "padding")
     WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     FLAGS_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
+    FORMATS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     wire_dtype: WireDtype
-    tables: _containers.RepeatedCompositeFieldContainer[TableRows]
+    tables: _containers.RepeatedCompositeFieldContainer[TableVectors]
     flags: bytes
     values: bytes
+    formats: bytes
+    versions: _containers.RepeatedCompositeFieldContainer[Version]
     padding: bytes
-    def __init__(self, wire_dtype: _Optional[_Union[WireDtype, str]] = ..., tables: _Optional[_Iterable[_Union[TableRows, _Mapping]]] = ..., flags: _Optional[bytes] = ..., values: _Optional[bytes] = ..., padding: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, wire_dtype: _Optional[_Union[WireDtype, str]] = ..., tables: _Optional[_Iterable[_Union[TableVectors, _Mapping]]] = ..., flags: _Optional[bytes] = ..., values: _Optional[bytes] = ..., formats: _Optional[bytes] = ..., versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ..., padding: _Optional[bytes] = ...) -> None: ...
+
+class LookupPlace(_message.Message):
+    __slots__ = ("address", "buckets")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    buckets: _containers.RepeatedCompositeFieldContainer[BucketRange]
+    def __init__(self, address: _Optional[str] = ..., buckets: _Optional[_Iterable[_Union[BucketRange, _Mapping]]] = ...) -> None: ...
 
 class ListTablesRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ListTablesResponse(_message.Message):
-    __slots__ = ("tables",)
+    __slots__ = ("tables", "versions", "num_buckets", "buckets", "places")
     TABLES_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
     tables: _containers.RepeatedCompositeFieldContainer[Table]
-    def __init__(self, tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ...) -> None: ...
+    versions: _containers.RepeatedCompositeFieldContainer[Version]
+    num_buckets: int
+    buckets: _containers.RepeatedCompositeFieldContainer[BucketRange]
+    places: _containers.RepeatedCompositeFieldContainer[LookupPlace]
+    def __init__(self, tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ..., versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ..., num_buckets: _Optional[int] = ..., buckets: _Optional[_Iterable[_Union[BucketRange, _Mapping]]] = ..., places: _Optional[_Iterable[_Union[LookupPlace, _Mapping]]] = ...) -> None: ...
 
 class GetTableRequest(_message.Message):
     __slots__ = ("name",)
@@ -614,9 +704,15 @@ class GetTableRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class GetTableResponse(_message.Message):
-    __slots__ = ("table", "mask_info")
+    __slots__ = ("table", "mask_info", "version", "num_buckets", "buckets")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     MASK_INFO_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
     table: Table
     mask_info: TableMaskInfo
-    def __init__(self, table: _Optional[_Union[Table, _Mapping]] = ..., mask_info: _Optional[_Union[TableMaskInfo, _Mapping]] = ...) -> None: ...
+    version: Version
+    num_buckets: int
+    buckets: _containers.RepeatedCompositeFieldContainer[BucketRange]
+    def __init__(self, table: _Optional[_Union[Table, _Mapping]] = ..., mask_info: _Optional[_Union[TableMaskInfo, _Mapping]] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., num_buckets: _Optional[int] = ..., buckets: _Optional[_Iterable[_Union[BucketRange, _Mapping]]] = ...) -> None: ...

@@ -633,7 +633,16 @@ class EmbeddingShard:
 
 
 class EmbeddingLookupStub:
-    """Reads that are not visits, for evaluation and serving.
+    """Reads that are not visits, for evaluation and serving: of a shard that trains, of a server of a snapshot, or of a
+    gateway to several. A look-up counts nothing, admits nothing and thaws nothing.
+
+    Which process has a row: that of the bucket of its row_id. With uint64 arithmetic that wraps around,
+    x = row_id + 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    bucket = (x ^ (x >> 31)) mod num_buckets
+    ListTables says which buckets the process that answers has. A row_id of another one's is INVALID_ARGUMENT, with
+    ERROR_KIND_WRONG_SHARD: learn the buckets anew.
     """
 
     def __init__(self, channel):
@@ -660,18 +669,28 @@ class EmbeddingLookupStub:
 
 
 class EmbeddingLookupServicer:
-    """Reads that are not visits, for evaluation and serving.
+    """Reads that are not visits, for evaluation and serving: of a shard that trains, of a server of a snapshot, or of a
+    gateway to several. A look-up counts nothing, admits nothing and thaws nothing.
+
+    Which process has a row: that of the bucket of its row_id. With uint64 arithmetic that wraps around,
+    x = row_id + 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    bucket = (x ^ (x >> 31)) mod num_buckets
+    ListTables says which buckets the process that answers has. A row_id of another one's is INVALID_ARGUMENT, with
+    ERROR_KIND_WRONG_SHARD: learn the buckets anew.
     """
 
     def Lookup(self, request, context):
-        """Rows of any tables. An unknown row_id is not an error: it reads without FLAG_FOUND.
+        """Rows, or pooled vectors, of any tables, all read at one moment. An unknown row_id is not an error: it reads the
+        default row of a table of min_count > 1, else zeros, without FLAG_FOUND. NOT_FOUND if there is no table of a name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListTables(self, request, context):
-        """Every table.
+        """Every table, and which process has which buckets of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -711,7 +730,16 @@ def add_EmbeddingLookupServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EmbeddingLookup:
-    """Reads that are not visits, for evaluation and serving.
+    """Reads that are not visits, for evaluation and serving: of a shard that trains, of a server of a snapshot, or of a
+    gateway to several. A look-up counts nothing, admits nothing and thaws nothing.
+
+    Which process has a row: that of the bucket of its row_id. With uint64 arithmetic that wraps around,
+    x = row_id + 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    bucket = (x ^ (x >> 31)) mod num_buckets
+    ListTables says which buckets the process that answers has. A row_id of another one's is INVALID_ARGUMENT, with
+    ERROR_KIND_WRONG_SHARD: learn the buckets anew.
     """
 
     @staticmethod
