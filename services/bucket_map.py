@@ -1,6 +1,6 @@
 """Which addresses answer for which buckets, as the shards themselves say, and the tables that they have.
 
-Addresses that answer for the same buckets are replicas of one another: a *group*. Groups must not overlap otherwise, and
+Addresses that answer for the same buckets are replicas of one another: a *group*. Groups must not overlap otherwise and
 together they must answer for every bucket. A map is made whole and never changed, so that a call uses one throughout.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from embedding_server.errors import FrostlineError, InvalidInput, StoreUnavailable, UnknownTable
+from embedding_server.spec import TableSpec
 from embedding_server.store import NUM_BUCKETS
 from frostline.v1 import embedding_pb2 as pb
 
@@ -49,11 +50,17 @@ class BucketMap:
         return same and np.array_equal(self.group_of_bucket, other.group_of_bucket)
 
     def dim(self, table: str) -> int:
+        return self._table(table).dim
+
+    def spec(self, table: str) -> TableSpec:
+        return TableSpec.model_validate_json(self._table(table).spec_json)
+
+    def _table(self, table: str) -> pb.Table:
         found = self.tables.get(table)
         if found is None:
             known = ", ".join(sorted(self.tables)[:10]) or "none"
             raise UnknownTable(f"table {table!r} does not exist (tables: {known}); look one of these up")
-        return found.dim
+        return found
 
     def addresses_with(self, group: int, tables: Sequence[str]) -> list[str]:
         """The replicas that have all these tables. UnknownTable if none has: a failure left them on some shards alone,
@@ -116,8 +123,8 @@ def _check_free(address: str, owned: np.ndarray, group_of_bucket: np.ndarray, gr
     if taken.size:
         bucket = int(taken[0])
         raise InvalidInput(
-            f"shard {address} and {groups[group_of_bucket[bucket]][0]} both answer for bucket {bucket}, but not for the "
-            "same buckets; replicas must have equal --shard-index and --num-shards, other shards no bucket in common"
+            f"shard {address} and {groups[group_of_bucket[bucket]][0]} both answer for bucket {bucket}, but not for "
+            "the same buckets; replicas must have equal --shard-index and --num-shards, others no bucket in common"
         )
 
 

@@ -101,10 +101,10 @@ def _integers(name: str, what: str, values: Any) -> np.ndarray:
     array = np.asarray(values)
     if array.size == 0 and array.ndim == 1:
         array = array.astype(np.int64)  # an empty list has no dtype of its own
-    if array.ndim != 1 or not np.can_cast(array.dtype, np.int64):
+    if array.ndim != 1 or array.dtype.kind not in "iu" or not np.can_cast(array.dtype, np.int64):
         raise InvalidInput(
-            f"table {name!r}: {what} has dtype {array.dtype} and shape {list(array.shape)}; it must be integers [n] that "
-            "int64 holds"
+            f"table {name!r}: {what} has dtype {array.dtype} and shape {list(array.shape)}; it must be integers "
+            "[n] that int64 holds (uint64: view them as int64)"
         )
     return np.ascontiguousarray(array, np.int64)
 
@@ -113,13 +113,17 @@ class Message(NamedTuple):
     """What one call to one group asks for."""
 
     group: int
-    pieces: list[Piece]  # of the row_ids of each table as they are routed
+    pieces: list[Piece[int]]  # by number of the query; of its row_ids as they are routed
     queries: list[TableQuery]
+
+    @property
+    def tables(self) -> list[str]:
+        return [query.table for query in self.queries]
 
 
 @dataclass(slots=True)
 class _Routed:
-    """The row_ids of one table, those of group 0 first, then those of group 1 and so on."""
+    """The row_ids of one query, those of group 0 first, then those of group 1 and so on."""
 
     query: TableQuery
     dim: int
@@ -128,25 +132,24 @@ class _Routed:
     order: np.ndarray | None  # int64[n]: its place in the caller's order; None: the same
     bags: np.ndarray | None = None  # int64[n] of the bag; None: not pooled, or in one message
 
-    def query_of(self, piece: Piece) -> TableQuery:
-        rows = self.row_ids[piece.start : piece.stop]
-        if self.bags is None:
-            whole = len(rows) == len(self.query.row_ids)
-            return self.query if whole and self.order is None else TableQuery(piece.table, rows)
-        return TableQuery(piece.table, rows, "sum", self.runs(piece)[1])
+    def query_of(self, piece: Piece[int]) -> TableQuery:
+        name, rows = self.query.table, self.row_ids[piece.start : piece.stop]
+        if self.bags is not None:
+            return TableQuery(name, rows, "sum", self.runs(piece)[1])
+        return self.query if rows.shape == self.query.row_ids.shape and self.order is None else TableQuery(name, rows)
 
-    def runs(self, piece: Piece) -> tuple[np.ndarray, np.ndarray]:
+    def runs(self, piece: Piece[int]) -> tuple[np.ndarray, np.ndarray]:
         """The bags that a piece has row_ids of, and how many of each; int64 both."""
         assert self.bags is not None
         return np.unique(self.bags[piece.start : piece.stop], return_counts=True)
 
-    def places(self, piece: Piece) -> slice | np.ndarray:
+    def places(self, piece: Piece[int]) -> slice | np.ndarray:
         return slice(piece.start, piece.stop) if self.order is None else self.order[piece.start : piece.stop]
 
 
 @dataclass(slots=True)
 class _Table:
-    """The answer of one table while it is put together."""
+    """The answer to one query while it is put together."""
 
     flags: np.ndarray
     values: np.ndarray
@@ -158,28 +161,23 @@ class LookupReads(ABC):
 
     def __init__(self, queries: Sequence[TableQuery], encoding: Encoding, bucket_map: BucketMap) -> None:
         """UnknownTable if a table is nowhere. No message has more than tensor_codec.MAX_PAYLOAD_BYTES in it."""
-        self._asked = encoding
-        self._routed = {query.table: _route(query, bucket_map) for query in queries}
+        self._routed = [_route(query, bucket_map) for query in queries]
         self._plans = self._plan(bucket_map.num_groups, encoding)
         self._is_one_message = bucket_map.num_groups == 1 and len(self._plans[0]) == 1
         # What bags give in parts is added here, so it comes in float32.
-        self._adds = False
-        if not self._is_one_message:
-            for routed in self._routed.values():
-                self._adds |= _split_bags(routed)
+        self._adds = not self._is_one_message and _split_bags(self._routed)
         self.encoding: Encoding = "float32" if self._adds else encoding
 
-    def _plan(self, num_groups: int, encoding: Encoding) -> list[list[list[Piece]]]:
+    def _plan(self, num_groups: int, encoding: Encoding) -> list[list[list[Piece[int]]]]:
         """Messages of pieces for each group. Without rows a single group gets one all the same: bags may be empty."""
         itemsize = 4 if encoding == "stored" else WIRE_NUMPY[encoding].itemsize
         plans = []
         for group in range(num_groups):
             pieces = []
-            for name, routed in self._routed.items():
-                piece = Piece(name, int(routed.offsets[group]), int(routed.offsets[group + 1]))
-                pooled = routed.query.pooling is not None
-                if piece.stop > piece.start or (num_groups == 1 and len(self._routed) > 0):
-                    pieces.append((piece, 10 + routed.dim * itemsize + 8 * pooled))
+            for number, routed in enumerate(self._routed):
+                piece = Piece(number, int(routed.offsets[group]), int(routed.offsets[group + 1]))
+                if piece.stop > piece.start or num_groups == 1:
+                    pieces.append((piece, _row_bytes(routed, itemsize)))
             plans.append(split("Lookup", pieces, max_parts=UNBOUNDED))
         return plans
 
@@ -205,25 +203,26 @@ class LookupReads(ABC):
         if got != wanted:
             raise FrostlineError(f"Lookup: a reply of {got} answers a request for {wanted}; the server is at fault")
         for piece, answer in zip(message.pieces, answers, strict=True):
-            self._place(self._routed[piece.table], piece, answer)
+            self._place(piece, answer)
 
     @abstractmethod
-    def _place(self, routed: _Routed, piece: Piece, answer: TableAnswer) -> None: ...
+    def _place(self, piece: Piece[int], answer: TableAnswer) -> None: ...
 
 
 class ValueReads(LookupReads):
-    """Rows and vectors as arrays of the caller's."""
+    """Rows and vectors as arrays for the caller. The tables of the queries differ."""
 
     def __init__(self, queries: Sequence[TableQuery], encoding: Encoding, bucket_map: BucketMap) -> None:
         super().__init__(queries, encoding, bucket_map)
-        self._tables: dict[str, _Table] = {}
+        self._asked = encoding
+        self._tables: dict[int, _Table] = {}
 
-    def _place(self, routed: _Routed, piece: Piece, answer: TableAnswer) -> None:
+    def _place(self, piece: Piece[int], answer: TableAnswer) -> None:
         values = answer.values if answer.formats is None else expand(answer)
         if self._is_one_message:
             self._tables[piece.table] = _Table(answer.flags, values, {answer.version: None})
             return
-        table = self._table(routed)
+        routed, table = self._routed[piece.table], self._table(piece.table)
         places = routed.places(piece)
         table.flags[places] = answer.flags
         table.versions[answer.version] = None
@@ -232,20 +231,21 @@ class ValueReads(LookupReads):
         else:
             table.values[routed.runs(piece)[0]] += values
 
-    def _table(self, routed: _Routed) -> _Table:
-        name = routed.query.table
-        if name not in self._tables:
+    def _table(self, number: int) -> _Table:
+        if number not in self._tables:
+            routed = self._routed[number]
             dtype = np.dtype(np.float32) if self.encoding == "stored" else WIRE_NUMPY[self.encoding]
             make = np.empty if routed.bags is None else np.zeros
             values = make((routed.query.num_vectors, routed.dim), dtype)
-            self._tables[name] = _Table(np.empty(routed.row_ids.shape[0], np.uint8), values)
-        return self._tables[name]
+            self._tables[number] = _Table(np.empty(routed.row_ids.shape[0], np.uint8), values)
+        return self._tables[number]
 
     def result(self) -> dict[str, LookedUp]:
         """Of every table, once the replies to all messages are placed."""
-        return {name: self._finished(routed, self._table(routed)) for name, routed in self._routed.items()}
+        return {routed.query.table: self._finished(number) for number, routed in enumerate(self._routed)}
 
-    def _finished(self, routed: _Routed, table: _Table) -> LookedUp:
+    def _finished(self, number: int) -> LookedUp:
+        routed, table = self._routed[number], self._table(number)
         values = table.values
         if routed.bags is not None and routed.query.pooling == "mean":
             assert routed.query.lengths is not None
@@ -258,21 +258,20 @@ class ValueReads(LookupReads):
 
 
 class StoredReads(LookupReads):
-    """Rows where they lie in the replies, all tables one after another, for who answers others with them."""
+    """Rows where they lie in the replies, those of all queries one after another, for who answers others with them."""
 
-    def __init__(self, queries: Sequence[TableQuery], bucket_map: BucketMap) -> None:
-        """queries: without pooling."""
-        super().__init__(queries, "stored", bucket_map)
-        ends = np.cumsum([0, *(query.row_ids.shape[0] for query in queries)])
-        self._starts = {query.table: int(start) for query, start in zip(queries, ends[:-1], strict=True)}
-        n = int(ends[-1])
+    def __init__(self, ids: Sequence[tuple[str, np.ndarray]], bucket_map: BucketMap) -> None:
+        """ids: tables with their row_ids int64[n]; a table may come more than once."""
+        super().__init__([TableQuery(name, row_ids) for name, row_ids in ids], "stored", bucket_map)
+        self._starts = np.cumsum([0, *(row_ids.shape[0] for _, row_ids in ids)])
+        n = int(self._starts[-1])
         self.found = FoundRows(np.zeros(n, np.int64), np.zeros(n, np.uint8), np.zeros(n, np.uint8))
         self.versions: dict[str, Version] = {}
 
-    def _place(self, routed: _Routed, piece: Piece, answer: TableAnswer) -> None:
+    def _place(self, piece: Piece[int], answer: TableAnswer) -> None:
         assert answer.formats is not None
-        places: slice | np.ndarray = routed.places(piece)
-        start = self._starts[piece.table]
+        start = int(self._starts[piece.table])
+        places = self._routed[piece.table].places(piece)
         if isinstance(places, slice):
             places = slice(places.start + start, places.stop + start)
         else:
@@ -282,9 +281,9 @@ class StoredReads(LookupReads):
         self.found.flags[places] = answer.flags
         self.found.kept.append(answer.values)
         # Rows of several shards are as new as the oldest of them.
-        known = self.versions.get(piece.table)
-        if known is None or (answer.version.epoch, answer.version.step) < (known.epoch, known.step):
-            self.versions[piece.table] = answer.version
+        known = self.versions.get(answer.table, answer.version)
+        older = (answer.version.epoch, answer.version.step) < (known.epoch, known.step)
+        self.versions[answer.table] = answer.version if older else known
 
 
 def _route(query: TableQuery, bucket_map: BucketMap) -> _Routed:
@@ -295,11 +294,19 @@ def _route(query: TableQuery, bucket_map: BucketMap) -> _Routed:
     return _Routed(query, dim, query.row_ids[order], offsets, order)
 
 
-def _split_bags(routed: _Routed) -> bool:
+def _row_bytes(routed: _Routed, itemsize: int) -> int:
+    """Bytes that a row_id takes in request and reply, at most: itself, its flags and format, its values, its bag."""
+    if routed.query.pooling is None:
+        return 10 + routed.dim * itemsize
+    return 18 + routed.dim * 4  # a server counts what it reads, as float32
+
+
+def _split_bags(tables: Sequence[_Routed]) -> bool:
     """Notes which bag each row_id is of, so that messages may have parts of bags. False: nothing is pooled."""
-    lengths = routed.query.lengths
-    if lengths is None:
-        return False
-    bags = np.repeat(np.arange(lengths.shape[0]), lengths)
-    routed.bags = bags if routed.order is None else bags[routed.order]
-    return True
+    pooled = [routed for routed in tables if routed.query.lengths is not None]
+    for routed in pooled:
+        lengths = routed.query.lengths
+        assert lengths is not None
+        bags = np.repeat(np.arange(lengths.shape[0]), lengths)
+        routed.bags = bags if routed.order is None else bags[routed.order]
+    return bool(pooled)

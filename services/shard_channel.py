@@ -85,6 +85,11 @@ class PendingCall:
                 self._tries.succeeded()
                 return reply
 
+    @property
+    def target_name(self) -> str:
+        """Where the last try went."""
+        return self._channel.name if self._channel is not None else ""
+
     def cancel(self) -> None:
         if self._future is not None:
             self._future.cancel()
@@ -181,27 +186,31 @@ def run_each(calls: Sequence[PendingCall]) -> Iterator[tuple[int, bytes]]:
 
 def call_every(method: str, requests: Sequence[tuple[ShardChannel, bytes]]) -> list[bytes | FrostlineError]:
     """One call to each channel, all at once; replies and errors in the same order. It waits for every one of them."""
-    calls = [PendingCall(channel.tries(method), method, request) for channel, request in requests]
+    return run_every([PendingCall(channel.tries(method), method, request) for channel, request in requests])
+
+
+def run_every(calls: Sequence[PendingCall]) -> list[bytes | FrostlineError]:
+    """As call_every, of calls that know where they go."""
     outcomes: list[bytes | FrostlineError] = []
     try:
         for call in calls[:-1]:
             with suppress(StoreUnavailable):  # the channel is closed: `result` says so
                 call.start()
-        for call, (channel, _) in zip(calls, requests, strict=True):
+        for call in calls:
             try:
                 outcomes.append(call.result())
             except FrostlineError as error:
-                outcomes.append(_named(error, channel))
+                outcomes.append(_named(error, call.target_name))
     finally:
         for call in calls:
             call.cancel()  # no effect on those that have ended
     return outcomes
 
 
-def _named(error: FrostlineError, channel: ShardChannel) -> FrostlineError:
+def _named(error: FrostlineError, shard: str) -> FrostlineError:
     """The same error with the shard in its message: what one shard refuses may be its own trouble."""
-    if channel.name not in str(error):
-        error.args = (f"{channel.name}: {error}", *error.args[1:])
+    if shard not in str(error):
+        error.args = (f"{shard}: {error}", *error.args[1:])
     return error
 
 
