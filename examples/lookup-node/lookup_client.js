@@ -62,6 +62,8 @@ class LookupClient {
     const rows = {};
     const parts = this.stubs.map(() => ({})); // of each stub {table: positions}
     for (const [table, rowIds] of Object.entries(ids)) {
+      const outside = rowIds.find((rowId) => BigInt.asIntN(64, rowId) !== rowId);
+      if (outside !== undefined) throw new Error(`row_id ${outside} is outside int64`);
       const dim = this.tables[table];
       if (dim === undefined) throw new Error(`table '${table}' does not exist (tables: ${Object.keys(this.tables).join(', ')})`);
       rows[table] = { dim, values: new Float32Array(rowIds.length * dim), flags: Buffer.alloc(rowIds.length) };
