@@ -6,15 +6,17 @@ together they must answer for every bucket. A map is made whole and never change
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from embedding_server.errors import FrostlineError, InvalidInput, StoreUnavailable, UnknownTable
+from embedding_server.lookup import Version
 from embedding_server.spec import TableSpec
 from embedding_server.store import NUM_BUCKETS
 from frostline.v1 import embedding_pb2 as pb
+from services.lookup_codec import version_of
 
 #: the addresses of the shards, or a function that gives those of now (of a registry, say), asked at each learning
 Addresses = Sequence[str] | Callable[[], Sequence[str]]
@@ -36,7 +38,9 @@ class BucketMap:
     group_of_bucket: np.ndarray  # int32[NUM_BUCKETS]
     groups: tuple[tuple[str, ...], ...]  # addresses of each group
     tables: Mapping[str, pb.Table]
+    versions: Mapping[str, Version]  # of each table, the oldest that a shard has told
     tables_at: Mapping[str, frozenset[str]]  # by address
+    tables_of: tuple[frozenset[str], ...]  # those that all replicas of a group have
     silent: Mapping[str, FrostlineError]  # addresses that did not answer, and why
 
     @property
@@ -62,10 +66,12 @@ class BucketMap:
             raise UnknownTable(f"table {table!r} does not exist (tables: {known}); look one of these up")
         return found
 
-    def addresses_with(self, group: int, tables: Sequence[str]) -> list[str]:
+    def addresses_with(self, group: int, tables: Sequence[str]) -> Sequence[str]:
         """The replicas that have all these tables. UnknownTable if none has: a failure left them on some shards alone,
         or a shard has begun anew without its rows."""
         wanted = set(tables)
+        if wanted <= self.tables_of[group]:
+            return self.groups[group]
         found = [address for address in self.groups[group] if wanted <= self.tables_at[address]]
         if not found:
             address = self.groups[group][0]
@@ -97,13 +103,42 @@ def make_map(answers: Mapping[str, bytes | FrostlineError]) -> BucketMap:
             groups[key] = []
         groups[key].append(address)
     _check_complete(group_of_bucket, len(replies), silent)
+    tables_at = {address: frozenset(table.name for table in reply.tables) for address, reply in replies.items()}
     return BucketMap(
         group_of_bucket,
         tuple(tuple(members) for members in groups.values()),
-        {table.name: table for reply in replies.values() for table in reply.tables},
-        {address: frozenset(table.name for table in reply.tables) for address, reply in replies.items()},
+        _tables(replies),
+        _oldest(replies.values()),
+        tables_at,
+        tuple(frozenset.intersection(*(tables_at[address] for address in members)) for members in groups.values()),
         silent,
     )
+
+
+def _tables(replies: Mapping[str, pb.ListTablesResponse]) -> dict[str, pb.Table]:
+    tables: dict[str, pb.Table] = {}
+    for address, reply in replies.items():
+        for table in reply.tables:
+            known = tables.setdefault(table.name, table)
+            if known.dim != table.dim:
+                raise InvalidInput(
+                    f"table {table.name!r} has dim={table.dim} on shard {address} and dim={known.dim} on another; they are "
+                    "not shards of one store"
+                )
+    return tables
+
+
+def _oldest(replies: Iterable[pb.ListTablesResponse]) -> dict[str, Version]:
+    versions: dict[str, Version] = {}
+    for reply in replies:
+        for table, message in zip(reply.tables, reply.versions, strict=True):
+            versions[table.name] = older(versions.get(table.name), version_of(message))
+    return versions
+
+
+def older(known: Version | None, other: Version) -> Version:
+    """What rows of several shards have seen: as much as the oldest of them."""
+    return other if known is None or (other.epoch, other.step) < (known.epoch, known.step) else known
 
 
 def _owned(address: str, reply: pb.ListTablesResponse) -> np.ndarray:

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 from embedding_server.errors import FrostlineError, StoreUnavailable, UnknownTable, WrongShard
-from embedding_server.lookup import Encoding
+from embedding_server.lookup import Encoding, Version
 from embedding_server.spec import TableSpec
 from services.aio_channel import AioChannel, call_one
 from services.aio_channel import call_every as aio_call_every
@@ -147,6 +147,7 @@ class LookupClient:
         self._router = _Router(addresses, times)
         self._learning = threading.Lock()
         self._channels: dict[str, ShardChannel] = {}
+        self._is_refreshing = False
         try:
             self._learn_in_time(None, time.monotonic() + times.deadline_s)
         except BaseException:
@@ -204,6 +205,11 @@ class LookupClient:
         """Of the tables that it knows of; asks nobody."""
         assert self._router.map is not None
         return {name: table.dim for name, table in self._router.map.tables.items()}
+
+    def version(self, table: str) -> Version:
+        """What its rows had seen when the shards were last asked for their tables; asks nobody."""
+        assert self._router.map is not None
+        return self._router.map.versions.get(table, Version())
 
     def spec(self, table: str, timeout_s: float | None = None) -> TableSpec:
         """Of one table; asks the shards only if it is not known yet. Raises UnknownTable."""
@@ -282,8 +288,9 @@ class LookupClient:
         time.sleep(PAUSE_S)
 
     def _refresh_if_due(self) -> None:
-        if not self._router.should_refresh(self._channels, time.monotonic()):
+        if self._is_refreshing or not self._router.should_refresh(self._channels, time.monotonic()):
             return
+        self._is_refreshing = True  # two at once would do no harm
         threading.Thread(target=self._refresh, name="lookup-refresh", daemon=True).start()
 
     def _refresh(self) -> None:
@@ -292,6 +299,8 @@ class LookupClient:
         except FrostlineError as error:
             if not self._router.is_closed:
                 log.info("learning where the buckets are failed: %s", error)
+        finally:
+            self._is_refreshing = False
 
 
 class AsyncLookupClient:

@@ -25,6 +25,7 @@ from embedding_server.store import NUM_BUCKETS, TableStats
 from frostline.v1 import embedding_pb2 as pb
 from services.admission import Admission, Limits
 from services.advance_messages import stats_of
+from services.bucket_map import older
 from services.lookup_client import LOOKUP_TIMES, LookupClient
 from services.lookup_codec import version_of
 from services.lookup_reads import StoredReads
@@ -53,27 +54,23 @@ class FannedOut(LookupSource):
         return self._client.spec(table, self._timeout_s)
 
     def version(self, table: str) -> Version:
-        if table not in self._versions:
-            self.stats(table)
-        return self._versions[table]
+        """Of the rows that were read; before that, what the shards told when they were last asked for their tables."""
+        return self._versions.get(table) or self._client.version(table)
 
     def stats(self, table: str) -> TableStats:
         """The sum over the shards."""
         request = pb.GetTableRequest(name=table).SerializeToString()
-        total, versions = TableStats(), []
+        total = TableStats()
         for reply in self._client.ask_all(GET_TABLE, request, table, self._timeout_s):
             answer = pb.GetTableResponse.FromString(reply)
             total = total + stats_of(answer.mask_info)
-            versions.append(version_of(answer.version))
-        self._versions[table] = min(versions, key=lambda version: (version.epoch, version.step))
+            self._versions[table] = older(self._versions.get(table), version_of(answer.version))
         return total
 
     def find_rows(self, ids: Sequence[tuple[str, np.ndarray]]) -> FoundRows:
         """Raises Overloaded and StoreUnavailable too."""
         reads = self._client.read(lambda used: StoredReads(ids, used), self._timeout_s, waits_for_room=False)
         self._versions.update(reads.versions)
-        for name, _ in ids:
-            self._versions.setdefault(name, Version())  # no row_id of it: nothing was read
         return reads.found
 
 

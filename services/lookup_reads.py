@@ -24,9 +24,10 @@ from embedding_server.kernels.wire import to_float32
 from embedding_server.lookup import ENCODINGS, INITIAL, Encoding, FoundRows, Pooling, TableQuery, Version
 from embedding_server.store import DEFAULT, FOUND, TRAINABLE, WIRE_NUMPY
 from services import lookup_codec
-from services.bucket_map import BucketMap
+from services.bucket_map import BucketMap, older
 from services.lookup_codec import TableAnswer, expand, stored_addresses
 from services.parts import Piece, split
+from services.tensor_codec import MAX_PAYLOAD_BYTES
 
 UNBOUNDED = 1 << 62  # a look-up has no parts: each message is a call of its own
 
@@ -163,7 +164,7 @@ class LookupReads(ABC):
         """UnknownTable if a table is nowhere. No message has more than tensor_codec.MAX_PAYLOAD_BYTES in it."""
         self._routed = [_route(query, bucket_map) for query in queries]
         self._plans = self._plan(bucket_map.num_groups, encoding)
-        self._is_one_message = bucket_map.num_groups == 1 and len(self._plans[0]) == 1
+        self._is_one_message = bucket_map.num_groups == 1 and len(self._plans[0]) == 1 and self._vectors_fit()
         # What bags give in parts is added here, so it comes in float32.
         self._adds = not self._is_one_message and _split_bags(self._routed)
         self.encoding: Encoding = "float32" if self._adds else encoding
@@ -180,6 +181,11 @@ class LookupReads(ABC):
                     pieces.append((piece, _row_bytes(routed, itemsize)))
             plans.append(split("Lookup", pieces, max_parts=UNBOUNDED))
         return plans
+
+    def _vectors_fit(self) -> bool:
+        """Whether what bags give fits a message: there may be many bags without row_ids."""
+        vectors = sum(routed.query.num_vectors * routed.dim for routed in self._routed if routed.query.pooling)
+        return 4 * vectors <= MAX_PAYLOAD_BYTES // 2
 
     def rounds(self) -> Iterator[list[Message]]:
         """Messages that may be under way at once, one to a group."""
@@ -280,10 +286,7 @@ class StoredReads(LookupReads):
         self.found.bits[places] = answer.formats
         self.found.flags[places] = answer.flags
         self.found.kept.append(answer.values)
-        # Rows of several shards are as new as the oldest of them.
-        known = self.versions.get(answer.table, answer.version)
-        older = (answer.version.epoch, answer.version.step) < (known.epoch, known.step)
-        self.versions[answer.table] = answer.version if older else known
+        self.versions[answer.table] = older(self.versions.get(answer.table), answer.version)
 
 
 def _route(query: TableQuery, bucket_map: BucketMap) -> _Routed:
