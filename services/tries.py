@@ -57,6 +57,13 @@ class Target:
     def awake(self) -> None:
         self.rests_until_s = 0.0
 
+    def connection_lost(self) -> None:
+        """A call found it unreachable: what a connection is made with may be taken anew."""
+
+    def is_refusal_over(self, failure: FrostlineError) -> bool:
+        """Whether a call that was refused for good may pass now, with other credentials say."""
+        return False
+
 
 T = TypeVar("T", bound=Target)
 
@@ -104,21 +111,24 @@ class Tries(Generic[T]):
     def failed(self, status: grpc.StatusCode, failure: FrostlineError, now_s: float) -> float:
         """How long to wait before the next try. Raises `failure`, StoreUnavailable or Overloaded if there is none."""
         self._target.end()
-        times, pause_s = self._times, 0.0
+        times, pause_s, rest_s = self._times, 0.0, REST_S
         if status == grpc.StatusCode.UNAVAILABLE:
             self._unreachable_since_s = self._unreachable_since_s or now_s
             if now_s - self._unreachable_since_s > times.reconnect_s:
                 self._give_up(failure, f"could not be reached for {times.reconnect_s:g} s")
+            self._target.connection_lost()
             pause_s = self._backoff_s
             self._backoff_s = min(2 * pause_s, MAX_BACKOFF_S)
         elif isinstance(failure, Overloaded):
             self._unreachable_since_s = None
-            pause_s = failure.retry_after_ms / 1000
+            pause_s = rest_s = failure.retry_after_ms / 1000
         elif status == grpc.StatusCode.DEADLINE_EXCEEDED:
             self._unreachable_since_s = None
+        elif self._target.is_refusal_over(failure):
+            rest_s = 0.0
         else:
             raise failure
-        self._target.rests_until_s = now_s + (pause_s if isinstance(failure, Overloaded) else REST_S)
+        self._target.rests_until_s = now_s + rest_s
         first_awake_s = min(target.rests_until_s for target in self._targets)
         if first_awake_s > now_s and isinstance(failure, Overloaded) and not self._waits_for_room:
             raise failure
