@@ -113,7 +113,8 @@ class Tries(Generic[T]):
         self._target.end()
         times, pause_s, rest_s = self._times, 0.0, REST_S
         if status == grpc.StatusCode.UNAVAILABLE:
-            self._unreachable_since_s = self._unreachable_since_s or now_s
+            if self._unreachable_since_s is None:
+                self._unreachable_since_s = now_s
             if now_s - self._unreachable_since_s > times.reconnect_s:
                 self._give_up(failure, f"could not be reached for {times.reconnect_s:g} s")
             self._target.connection_lost()

@@ -32,7 +32,10 @@ function bucketOf(rowId, numBuckets) {
 class LookupClient {
   /** options: credentials (grpc-js), token (for `authorization`), deadlineMs of a look-up with all its tries. */
   constructor(addresses, { credentials = grpc.credentials.createInsecure(), token = '', deadlineMs = 5000 } = {}) {
-    const options = { 'grpc.max_receive_message_length': MAX_MESSAGE_BYTES, 'grpc.max_send_message_length': MAX_MESSAGE_BYTES };
+    const options = {
+      'grpc.max_receive_message_length': MAX_MESSAGE_BYTES, 'grpc.max_send_message_length': MAX_MESSAGE_BYTES,
+      'grpc.enable_http_proxy': 0, // meant for the web; through it a shard on loopback cannot be reached
+    };
     this.stubs = addresses.map((address) => new EmbeddingLookup(address, credentials, options));
     this.metadata = new grpc.Metadata();
     if (token) this.metadata.set('authorization', `Bearer ${token}`);

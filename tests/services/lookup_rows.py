@@ -32,8 +32,8 @@ def value_of(row_ids: np.ndarray) -> np.ndarray:
 
 
 def train(addresses: Sequence[str], job: str = "job") -> None:
-    """STEPS steps: `user` gets value_of in the first; the first 20 of `item` are visited in each, the others in the first
-    alone, so that they freeze; of `rare` each row_id is visited once, and 1 to 9 twice."""
+    """STEPS steps: `user` gets value_of in the first; the first 20 of `item` are visited in each, the others in the
+    first alone, so that they freeze; of `rare` each row_id is visited once, and 1 to 9 twice."""
     store = RemoteStore(addresses)
     try:
         store.create_tables(SPECS)
@@ -60,6 +60,8 @@ def _gradients(name: str, step: int, routed: RoutedIds) -> TableGradients:
     values = np.zeros((len(routed.row_ids), DIMS[name]), np.float32)
     if name == "user" and step == 1:
         values[:] = -value_of(routed.row_ids)[:, None]
+    if name == "item" and step == 1:
+        values[:] = np.sin(routed.row_ids[:, None] % 1000 + np.arange(DIMS[name]))
     default = np.full(DIMS[name], -0.5, np.float32) if name == "rare" and step == 1 else None
     return TableGradients(routed, values, 1.0, default)
 
