@@ -32,7 +32,7 @@ from services import rpc_errors, shard_calls, tensor_codec
 from services.admission import Admission, Limits
 from services.lookup_service import LookupServicer
 from services.rpc_calls import answered, result_in_time, result_or_cancel
-from services.shard_executor import ShardExecutor
+from services.shard_executor import NOT_NOW, ShardExecutor
 from services.snapshot_paths import SnapshotPaths
 
 #: threads beyond Limits.max_calls, for health, reflection and the small calls
@@ -243,7 +243,13 @@ class ServerState:
         return result_or_cancel(context, self.executor.run(work))
 
     def run_lookup(self, context: grpc.ServicerContext, work: Callable[[LookupSource], Any]) -> Any:
-        return self.run(context, lambda shard: work(shard.lookups))
+        """On the caller's thread if the shard has nothing else to do, else as run."""
+
+        def look_up(shard: Shard) -> Any:
+            return work(shard.lookups)
+
+        answer = self.executor.run_now(look_up)
+        return self.run(context, look_up) if answer is NOT_NOW else answer
 
     def check_reply(self, call: str, ids: Mapping[str, np.ndarray], wire_dtype: WireDtype) -> int:
         """Size of the reply in bytes, unknown tables left out. Raises InvalidInput if it passes the limit."""

@@ -166,7 +166,9 @@ def group_rows(row_ids: np.ndarray, group_of_bucket: np.ndarray, num_groups: int
     row_ids[order] are those of group 0, then of group 1 and so on, each in their order; offsets is where a group begins.
     """
     order, offsets = np.empty(row_ids.size, np.int64), np.empty(num_groups + 1, np.int64)
-    _group_rows(np.ascontiguousarray(row_ids, np.int64), np.ascontiguousarray(group_of_bucket, np.int32), order, offsets)
+    _group_rows(
+        np.ascontiguousarray(row_ids, np.int64), np.ascontiguousarray(group_of_bucket, np.int32), order, offsets
+    )
     return order, offsets
 
 

@@ -70,7 +70,9 @@ def test_rows_come_in_the_order_that_was_asked_repeated_or_not(connect: Callable
     for name, row_ids in ids.items():
         assert rows[name].values.shape == (300, DIMS[name])
         assert rows[name].values.dtype == np.float32
-        assert np.array_equal(rows[name].found, np.isin(row_ids, IDS) if name != "rare" else np.isin(row_ids, IDS[1:10]))
+        assert np.array_equal(
+            rows[name].found, np.isin(row_ids, IDS) if name != "rare" else np.isin(row_ids, IDS[1:10])
+        )
     assert np.array_equal(rows["user"].values, expected_user(ids["user"]))
     # one by one, they are the same rows
     for position in (0, 150, 299):

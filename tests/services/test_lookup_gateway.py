@@ -183,4 +183,3 @@ def test_the_command_serves_and_ends(serve: Serve) -> None:
         process.kill()
         _, log = process.communicate()
     assert "draining" in log
-
