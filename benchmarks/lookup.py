@@ -2,14 +2,14 @@
 
     python -m benchmarks.lookup [--repeats N] [--case NAME] [--out DIR]          make bench-lookup
 
-What is timed is what a ranking service does: from an array of row_ids to an array of rows. For Redis that is building the
-keys, MGET through redis-py with hiredis, and joining the values into one array; a ranking request is one pipeline of an
+What is timed is what a ranking service does: from an array of row_ids to an array of rows. For Redis that is building
+the keys, MGET through redis-py with hiredis, and joining the values into one array; a ranking request is one pipeline of an
 MGET for each table. Both servers listen on loopback TCP, for a ranking service is on another machine; `redis_unix` is
 Redis on a Unix socket, measured and not raced. Each client answers with the rows/s of the median of its calls, the
 contestants take turns, and ratios are of medians over the turns.
 
-Writes benchmarks/results/lookup.json: `ratio` of every case, `limits`, and `bytes_per_row` of both servers, by what their
-processes hold more than before the rows came. Ends with status 1 if a limit is missed.
+Writes benchmarks/results/lookup.json: `ratio` of every case, `limits`, and `bytes_per_row` of both servers, by what
+their processes hold more than before the rows came. Ends with status 1 if a limit is missed.
 """
 
 from __future__ import annotations
@@ -173,9 +173,8 @@ def _report(document: dict[str, Any]) -> None:
     for name, case in document["cases"].items():
         ours, rival = case["ours"]["median"], case["rivals"][name]["median"]
         rows, ratio, limit = case["config"]["rows"], document["ratio"][name], document["limits"][name]
-        _say(
-            f"  {name}: {rows / ours * 1e3:.3f} ms a call, Redis {rows / rival * 1e3:.3f} ms: {ratio:.2f}x (least: {limit:g}x)"
-        )
+        took = f"{rows / ours * 1e3:.3f} ms a call, Redis {rows / rival * 1e3:.3f} ms"
+        _say(f"  {name}: {took}: {ratio:.2f}x (least: {limit:g}x)")
     _say(f"  bytes a row: {document['bytes_per_row']}")
 
 

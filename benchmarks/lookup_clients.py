@@ -2,8 +2,8 @@
 
     python -m benchmarks.lookup_clients ROLE ADDRESS SHAPE_JSON
 
-prints a sum over the bits of some rows, which must be equal for all, then answers each request on standard input, a number
-of rows or `ranking`, with the rows/s of its median call.
+prints a sum over the bits of some rows, which must be equal for all, then answers each request on standard input, a
+number of rows or `ranking`, with the rows/s of its median call.
 """
 
 from __future__ import annotations

@@ -122,8 +122,8 @@ def _tables(replies: Mapping[str, pb.ListTablesResponse]) -> dict[str, pb.Table]
             known = tables.setdefault(table.name, table)
             if known.dim != table.dim:
                 raise InvalidInput(
-                    f"table {table.name!r} has dim={table.dim} on shard {address} and dim={known.dim} on another; they are "
-                    "not shards of one store"
+                    f"table {table.name!r} has dim={table.dim} on shard {address} and dim={known.dim} on another; they"
+                    " are not shards of one store"
                 )
     return tables
 

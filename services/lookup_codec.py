@@ -286,15 +286,6 @@ def stored_addresses(answer: TableAnswer) -> np.ndarray:
     return np.where(answer.formats == 0, 0, offsets[:-1] + answer.values.__array_interface__["data"][0])
 
 
-def stored_addresses(answer: TableAnswer) -> np.ndarray:
-    """int64[n]: where each of the rows as stored begins, in the memory of the reply; 0 of those of format 0."""
-    assert answer.formats is not None, "these rows are no stored ones"
-    n = answer.formats.shape[0]
-    offsets = np.empty(n + 1, np.int64)
-    kernels.stored_offsets(answer.formats, np.array([0, n], np.int64), np.array([answer.dim], np.int64), offsets)
-    return np.where(answer.formats == 0, 0, offsets[:-1] + answer.values.__array_interface__["data"][0])
-
-
 def expand(answer: TableAnswer, wire_dtype: WireDtype = "float32") -> np.ndarray:
     """Rows as stored -> [n, D] of WIRE_NUMPY[wire_dtype], a copy."""
     assert answer.formats is not None, "these rows are no stored ones"

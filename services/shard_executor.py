@@ -10,8 +10,8 @@ Invariants
 3. A shard call may finish later than it runs (sync mode waits for other workers). `run` hands out its Future; nobody
    cancels that one, because the shard completes it.
 
-`run_now` is for look-ups. To hand one to the executor thread and wait for it takes two switches between threads, each with
-a wait for the interpreter's lock, and that is more than a small look-up itself.
+`run_now` is for look-ups. To hand one to the executor thread and wait for it takes two switches between threads, each
+with a wait for the interpreter's lock, and that is more than a small look-up itself.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class ShardExecutor:
         return done
 
     def run_now(self, work: Work) -> Any:
-        """What `work(shard)` returned, run on this thread; NOT_NOW if other work waits or runs. For short work that changes
-        nothing: it gets ahead of background work, and nothing of this thread's is waited for."""
+        """What `work(shard)` returned, run on this thread; NOT_NOW if other work waits or runs. For short work that
+        changes nothing: it gets ahead of background work, and nothing of this thread's is waited for."""
         if not self._queue.empty() or not self._turn.acquire(blocking=False):
             return NOT_NOW
         try:

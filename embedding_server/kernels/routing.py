@@ -163,7 +163,7 @@ def _group_rows(row_ids, group_of_bucket, order, offsets):
 def group_rows(row_ids: np.ndarray, group_of_bucket: np.ndarray, num_groups: int) -> tuple[np.ndarray, np.ndarray]:
     """Routes without dedup: (order int64[N], offsets int64[G+1]).
 
-    row_ids[order] are those of group 0, then of group 1 and so on, each in their order; offsets is where a group begins.
+    row_ids[order] are those of group 0, then of group 1 and so on, each in their order; offsets: where a group begins.
     """
     order, offsets = np.empty(row_ids.size, np.int64), np.empty(num_groups + 1, np.int64)
     _group_rows(

@@ -1,4 +1,4 @@
-"""A gateway: any client gets what one shard with all rows would give, bit for bit; errors, pushback and deadlines pass."""
+"""A gateway: clients get what one shard with all rows would give, bit for bit; errors, pushback, deadlines pass."""
 
 from __future__ import annotations
 

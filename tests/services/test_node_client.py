@@ -1,4 +1,4 @@
-"""examples/lookup-node, a client in another language made from the .proto alone: the same bytes as the Python client."""
+"""examples/lookup-node, a client in another language made from the .proto alone: the bytes of the Python client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIMEOUT_S = 120
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example with what its lock file names installed, beside the proto folder. Skips without node, npm or a net."""
+    """The example with what its lock file names, beside the proto folder. Skips without node, npm or packages."""
     if shutil.which("node") is None or shutil.which("npm") is None:
         pytest.skip("needs node and npm (Debian: apt-get install nodejs npm)")
     folder = tmp_path_factory.mktemp("node")
