@@ -31,7 +31,7 @@ from services.lookup_codec import version_of
 from services.lookup_reads import StoredReads
 from services.lookup_service import LookupServicer
 from services.rpc_server import RpcServer
-from services.shard_server import LOOKUP_SERVICE, handlers
+from services.shard_server import LOOKUP_SERVICE, handlers_of
 
 GET_TABLE = "EmbeddingLookup/GetTable"
 #: of a call without a deadline
@@ -82,7 +82,7 @@ class LookupGateway:
         limits = limits or Limits()
         self._client = LookupClient(addresses)
         servicer = LookupServicer(self._run, self._client.dims, Admission(limits))
-        services = {LOOKUP_SERVICE: handlers("EmbeddingLookup", servicer)}
+        services = {LOOKUP_SERVICE: handlers_of("EmbeddingLookup", servicer)}
         self._server = RpcServer(services, limits, host=host, thread_name="gateway-rpc")
 
     def _run(self, context: grpc.ServicerContext, work: Callable[[LookupSource], Any]) -> Any:

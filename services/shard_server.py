@@ -280,7 +280,7 @@ def _parsed(
     return parse_and_call
 
 
-def _handlers(service: str, servicer: Any) -> grpc.GenericRpcHandler:
+def handlers_of(service: str, servicer: Any) -> grpc.GenericRpcHandler:
     """Method handlers of a service; those of _FRAMED pass bytes through."""
     handlers = {}
     for method in pb.DESCRIPTOR.services_by_name[service].methods:
@@ -314,7 +314,7 @@ class ShardServer:
         state = self._state
         lookups = LookupServicer(state.run_lookup, lambda: state.dims, state.admission)
         self._server.add_generic_rpc_handlers(
-            (_handlers("EmbeddingShard", ShardServicer(state)), _handlers("EmbeddingLookup", lookups))
+            (handlers_of("EmbeddingShard", ShardServicer(state)), handlers_of("EmbeddingLookup", lookups))
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SHARD_SERVICE, LOOKUP_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
