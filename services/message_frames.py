@@ -122,7 +122,7 @@ def unframe(data: bytes, cls: type[M], bulk: Iterable[int]) -> tuple[M, dict[int
 
     Raises InvalidInput if the bytes are not a message.
 
-    A small look-up of many tables is mostly small fields, so the loop calls nothing for a tag and a length of a byte each,
+    A small look-up of many tables is mostly small fields: so the loop calls nothing for a tag or a length of one byte,
     and what lies between bulk fields is passed over and parsed at once.
     """
     wanted = frozenset(bulk) | {PADDING_FIELD}

@@ -112,7 +112,8 @@ def test_tables_health_and_reflection(gateway: Callable) -> None:
 def test_a_full_shard_is_told_with_its_pushback(gateway: Callable, serve: Serve) -> None:
     address = gateway(1, limits=Limits(max_calls=1, retry_after_ms=70))
     request = lookup_codec.encode_lookup("float32", [TableQuery("user", IDS)])
-    with serve.servers[0]._state.admission.call(), grpc.insecure_channel(address) as channel:  # type: ignore[attr-defined]
+    admission = serve.servers[0]._state.admission  # type: ignore[attr-defined]
+    with admission.call(), grpc.insecure_channel(address) as channel:
         with pytest.raises(grpc.RpcError) as error:
             channel.unary_unary("/frostline.v1.EmbeddingLookup/Lookup")(request, timeout=TIMEOUT_S)
         assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
