@@ -5,8 +5,8 @@
 What is timed is what a ranking service does: from an array of row_ids to an array of rows. For Redis that is
 building the keys, MGET through redis-py with hiredis, and joining the values into one array; a ranking request is one
 pipeline of an MGET for each table. Both servers listen on loopback TCP, for a ranking service is on another machine;
-`redis_unix` is Redis on a Unix socket, measured and not raced. Each client answers with the rows/s of the median of its calls,
-the contestants take turns, and ratios are of medians over the turns.
+`redis_unix` is Redis on a Unix socket, measured and not raced. Each client answers with the rows/s of the median of its
+calls, the contestants take turns, and ratios are of medians over the turns.
 
 Writes benchmarks/results/lookup.json: `ratio` of every case, `limits`, and `bytes_per_row` of both servers, by what
 their processes hold more than before the rows came. Ends with status 1 if a limit is missed.
