@@ -10,7 +10,7 @@ WORKLOAD ?= all
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test slow chaos check format proto simulate bench capacity cuts quality quality-smoke tune-check gpu-check clean
+.PHONY: help setup train test slow chaos check format proto simulate bench bench-lookup capacity cuts quality quality-smoke tune-check gpu-check clean
 
 help: ## lists the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -62,6 +62,10 @@ simulate: $(SETUP) ## simulates shards and workers that fail: SEEDS=500, or SEED
 bench: $(SETUP) ## measures workloads beside their rivals: WORKLOAD=engine
 	@echo "bench: python -m benchmarks $(WORKLOAD) $(ARGS)"
 	@$(BIN)/python -m benchmarks $(WORKLOAD) $(ARGS)
+
+bench-lookup: $(SETUP) ## measures look-ups beside Redis: rows/s, bytes a row (two minutes)
+	@echo "bench-lookup: python -m benchmarks.lookup $(ARGS)"
+	@$(BIN)/python -m benchmarks.lookup $(ARGS)
 
 capacity: $(SETUP) ## measures bytes a row, and trains 200 million IDs in 14 GiB (an hour)
 	@echo "capacity: python -m benchmarks.capacity $(ARGS)"

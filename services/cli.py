@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from services import ckpt_commands, tune_commands
+from services import ckpt_commands, lookup_commands, tune_commands
 from services.command_options import (
     JobFile,
     JsonOption,
@@ -181,8 +181,18 @@ def shard(
         list[str] | None,
         typer.Option(metavar="MODULE", help="A module to import first, which registers scores for `select: score`."),
     ] = None,
+    fanout: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Serves look-ups of the shards at these addresses, for clients that do not route, without rows of its"
+            " own: only --host, --port and --threads count then. Repeated: all shards, and replicas of them.",
+        ),
+    ] = None,
 ) -> None:
-    """Serves one shard until SIGTERM. Prints one JSON line with its address when it serves."""
+    """Serves one shard, or with --fanout a gateway, until SIGTERM. Prints one JSON line with its address then."""
+    if fanout:
+        _gateway(tuple(fanout), host, port, threads)
     from services.shard_process import ShardOptions, parse_buckets, run_shard
 
     with errors_to_exit_status(Console(stderr=True)):
@@ -203,6 +213,15 @@ def shard(
     raise typer.Exit(status)
 
 
+def _gateway(addresses: tuple[str, ...], host: str, port: int, threads: int) -> None:
+    from services.gateway_process import GatewayOptions, run_gateway
+
+    with errors_to_exit_status(Console(stderr=True)):
+        status = run_gateway(GatewayOptions(addresses, host, port, threads))
+    raise typer.Exit(status)
+
+
+lookup_commands.add_to(app)
 tune_commands.add_to(app)
 app.add_typer(ckpt_commands.app, name="ckpt")
 

@@ -121,27 +121,44 @@ def unframe(data: bytes, cls: type[M], bulk: Iterable[int]) -> tuple[M, dict[int
     """The small fields as a `cls` message, and (offset, size) of each bulk field present; of a repeated one the last.
 
     Raises InvalidInput if the bytes are not a message.
+
+    A small look-up of many tables is mostly small fields: so the loop calls nothing for a tag or a length of one byte,
+    and what lies between bulk fields is passed over and parsed at once.
     """
     wanted = frozenset(bulk) | {PADDING_FIELD}
     found: dict[int, tuple[int, int]] = {}
     small: list[bytes] = []
     at, end = 0, len(data)
+    passed_from = num_small = 0  # the small fields since the last bulk field begin there
     try:
         while at < end:
-            start = at
-            tag, at = _read_varint(data, at)
-            content, at = _content(data, at, tag & 7)
-            if tag >> 3 in wanted and tag & 7 == _LENGTH_DELIMITED:
-                found[tag >> 3] = (content, at - content)
+            start, tag = at, data[at]
+            at += 1
+            if tag > 0x7F:
+                tag, at = _read_varint(data, start)
+            if tag & 7 != _LENGTH_DELIMITED:
+                at = _end_of_number(data, at, tag & 7)
             else:
-                small.append(data[start:at])
-                if len(small) > MAX_FIELDS:
-                    raise InvalidInput(
-                        f"message: more than {MAX_FIELDS} fields beside the bulk in one {cls.DESCRIPTOR.name};"
-                        " name fewer tables in a call"
-                    )
+                size = data[at]
+                at += 1
+                if size > 0x7F:
+                    size, at = _read_varint(data, at - 1)
+                at += size
+                if tag >> 3 in wanted:
+                    if start > passed_from:
+                        small.append(data[passed_from:start])
+                    found[tag >> 3] = (at - size, size)
+                    passed_from = at
+                    continue
+            num_small += 1
+            if num_small > MAX_FIELDS:
+                raise InvalidInput(
+                    f"message: more than {MAX_FIELDS} fields beside the bulk in one {cls.DESCRIPTOR.name};"
+                    " name fewer tables in a call"
+                )
         if at > end:
             raise IndexError
+        small.append(data[passed_from:])
         return cls.FromString(b"".join(small)), found
     except (IndexError, DecodeError) as error:
         raise InvalidInput(
@@ -149,15 +166,12 @@ def unframe(data: bytes, cls: type[M], bulk: Iterable[int]) -> tuple[M, dict[int
         ) from error
 
 
-def _content(data: bytes, at: int, wire_type: int) -> tuple[int, int]:
-    """Start and end of the content of a field whose tag ends at `at`; the end may lie past the message."""
-    if wire_type == _LENGTH_DELIMITED:
-        size, at = _read_varint(data, at)
-        return at, at + size
+def _end_of_number(data: bytes, at: int, wire_type: int) -> int:
+    """Where the number ends that begins at `at`; it may lie past the message."""
     if wire_type == _VARINT:
-        return at, _read_varint(data, at)[1]
+        return _read_varint(data, at)[1]
     if wire_type in _FIXED_BYTES:
-        return at, at + _FIXED_BYTES[wire_type]
+        return at + _FIXED_BYTES[wire_type]
     raise InvalidInput(f"message: wire type {wire_type} at byte {at} is not one of proto3; the message is damaged")
 
 

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from embedding_server.errors import InvalidInput
 from services.tensor_codec import MAX_PARTS, MAX_PAYLOAD_BYTES
 
+K = TypeVar("K")  # what tells the tables of a call apart: their names, or their numbers
 
-class Piece(NamedTuple):
+
+class Piece(NamedTuple, Generic[K]):
     """Rows start to stop of a table, as positions in the caller's arrays."""
 
-    table: str
+    table: K
     start: int
     stop: int
 
 
 def split(
-    call: str, rows: Iterable[tuple[Piece, int]], limit_bytes: int = MAX_PAYLOAD_BYTES, max_parts: int = MAX_PARTS
-) -> list[list[Piece]]:
+    call: str, rows: Iterable[tuple[Piece[K], int]], limit_bytes: int = MAX_PAYLOAD_BYTES, max_parts: int = MAX_PARTS
+) -> list[list[Piece[K]]]:
     """Messages of pieces, at least one message; `rows` gives each table's rows and the bytes of one of them.
 
     A piece without rows stays. Raises InvalidInput beyond `max_parts` messages.
@@ -27,7 +29,7 @@ def split(
     rows = list(rows)
     if sum((piece.stop - piece.start) * row_bytes for piece, row_bytes in rows) <= limit_bytes:
         return [[piece for piece, _ in rows]]
-    messages: list[list[Piece]] = [[]]
+    messages: list[list[Piece[K]]] = [[]]
     room = limit_bytes
     for piece, row_bytes in rows:
         start = piece.start

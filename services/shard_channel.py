@@ -1,8 +1,8 @@
 """The connection to one shard: calls that return bytes, repeated until they succeed, are refused, or time runs out.
 
-Every call may be repeated, because shards apply each step once and answer a repeat as they answered the first.
-What is repeated: UNAVAILABLE (the shard cannot be reached) for `reconnect_s`; RESOURCE_EXHAUSTED after the pushback the
-shard asks for, and DEADLINE_EXCEEDED of one try (it waits for other workers), until `deadline_s`. Nothing else.
+Every call may be repeated, because shards apply each step once and answer a repeat as they answered the first. What is
+repeated, and for how long, is in tries.py. What a connection needs to be let in belongs into `open_channel` and
+`open_aio_channel`, what a call needs into `call` and `send`: every client of ours goes through these.
 """
 
 from __future__ import annotations
@@ -11,16 +11,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import NoReturn
 
 import grpc
 
-from embedding_server.errors import FrostlineError, InvalidInput, Overloaded, StoreUnavailable
+from embedding_server.errors import FrostlineError, InvalidInput, StoreUnavailable
 from services import rpc_errors, tensor_codec
+from services.tries import CallTimes, Target, Tries
 
-FIRST_BACKOFF_S = 0.02
-MAX_BACKOFF_S = 1.0
 #: hints under way to a shard; more are dropped, since the shard is behind with them
 MAX_HINTS = 4
 
@@ -39,107 +36,107 @@ CHANNEL_OPTIONS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class CallTimes:
-    """How long a call may take, in seconds."""
+def open_channel(address: str) -> grpc.Channel:
+    """The one place where a connection of a client is made, but for asyncio's."""
+    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
 
-    deadline_s: float = 300.0  # in all, waiting for other workers included
-    try_s: float = 60.0  # one try
-    reconnect_s: float = 20.0  # a shard that cannot be reached is given up after this
+
+def open_aio_channel(address: str) -> grpc.aio.Channel:
+    """The same within the running event loop."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def check_address(address: str, what: str) -> None:
+    if ":" not in address:
+        raise InvalidInput(f"address {address!r} of {what} has no port; write host:port")
 
 
 class PendingCall:
     """One call with its tries. Owned by the thread that makes it; `result` may be asked once."""
 
-    def __init__(self, channel: ShardChannel, method: str, request: bytes) -> None:
-        self._channel = channel
+    def __init__(self, tries: Tries[ShardChannel], method: str, request: bytes) -> None:
+        self._tries = tries
         self._method = method
         self._request = request
-        self._started_s = time.monotonic()
-        self._unreachable_since_s: float | None = None
-        self._tries = 0
-        self._backoff_s = FIRST_BACKOFF_S
+        self._channel: ShardChannel | None = None
         self._future: grpc.Future | None = None
-
-    def _next_timeout_s(self) -> float:
-        self._tries += 1
-        times = self._channel.times
-        left_s = self._started_s + times.deadline_s - time.monotonic()
-        return max(min(times.try_s, left_s), 0.001)
 
     def start(self) -> None:
         """Sends the first try and returns. Without it `result` sends it, and waits on this thread: one switch less."""
-        with self._closed_as_unavailable():
-            self._future = self._channel.stub(self._method).future(self._request, timeout=self._next_timeout_s())
+        channel, timeout_s = self._begin()
+        with self._closed_as_unavailable(channel):
+            self._future = channel.send(self._method, self._request, timeout_s)
 
     def result(self) -> bytes:
         """The reply. Raises the shard's error, or StoreUnavailable."""
         while True:
+            future, self._future = self._future, None
+            channel, timeout_s = (self._channel, 0.0) if future is not None and self._channel else self._begin()
             try:
-                with self._closed_as_unavailable():
-                    future, self._future = self._future, None
+                with self._closed_as_unavailable(channel):
                     if future is not None:
-                        return future.result()
-                    return self._channel.stub(self._method)(self._request, timeout=self._next_timeout_s())
+                        reply = future.result()
+                    else:
+                        reply = channel.call(self._method, self._request, timeout_s)
             except grpc.RpcError as error:
-                failure = rpc_errors.from_rpc_error(error, self._channel.name)
-                time.sleep(self._pause_s(error.code(), failure))
+                failure = rpc_errors.from_rpc_error(error, channel.name)
+                time.sleep(self._tries.failed(error.code(), failure, time.monotonic()))
+            else:
+                self._tries.succeeded()
+                return reply
+
+    @property
+    def target_name(self) -> str:
+        """Where the last try went."""
+        return self._channel.name if self._channel is not None else ""
 
     def cancel(self) -> None:
         if self._future is not None:
             self._future.cancel()
+            self._future = None
+            self._tries.given_up()
+
+    def _begin(self) -> tuple[ShardChannel, float]:
+        self._channel, timeout_s = self._tries.begin(time.monotonic())
+        return self._channel, timeout_s
 
     @contextmanager
-    def _closed_as_unavailable(self) -> Iterator[None]:
+    def _closed_as_unavailable(self, channel: ShardChannel) -> Iterator[None]:
         """grpc answers with ValueError on a closed channel, and cancels the calls of one that closes."""
         try:
             yield
         except (ValueError, grpc.FutureCancelledError) as error:
-            raise StoreUnavailable(f"{self._channel.name}: the store was closed; make a new one") from error
-
-    def _pause_s(self, status: grpc.StatusCode, failure: FrostlineError) -> float:
-        """How long to wait before the next try. Raises `failure`, or StoreUnavailable, if there is none."""
-        times, now_s = self._channel.times, time.monotonic()
-        if status == grpc.StatusCode.UNAVAILABLE:
-            self._unreachable_since_s = self._unreachable_since_s or now_s
-            if now_s - self._unreachable_since_s > times.reconnect_s:
-                self._give_up(failure, f"could not be reached for {times.reconnect_s:g} s")
-            pause_s = self._backoff_s
-            self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
-        elif isinstance(failure, Overloaded):
-            self._unreachable_since_s = None
-            pause_s = failure.retry_after_ms / 1000
-        elif status == grpc.StatusCode.DEADLINE_EXCEEDED:
-            self._unreachable_since_s = None
-            pause_s = 0.0
-        else:
-            raise failure
-        if now_s + pause_s - self._started_s >= times.deadline_s:
-            self._give_up(failure, f"did not finish within {times.deadline_s:g} s")
-        return pause_s
-
-    def _give_up(self, failure: FrostlineError, why: str) -> NoReturn:
-        raise StoreUnavailable(
-            f"{self._channel.name}: {self._method} {why} ({self._tries} tries); the last answer: {failure}"
-        ) from failure
+            self._tries.given_up()
+            raise StoreUnavailable(f"{channel.name}: the store was closed; make a new one") from error
 
 
-class ShardChannel:
+class ShardChannel(Target):
     """One shard's address and connection. Thread safety: every method may be called from any thread."""
 
     def __init__(self, index: int, address: str, times: CallTimes) -> None:
+        super().__init__(f"shard {index} ({address})")
+        check_address(address, f"shard {index}")
         self.index = index
-        self.name = f"shard {index} ({address})"
+        self.address = address
         self.times = times
-        if ":" not in address:
-            raise InvalidInput(f"address {address!r} of shard {index} has no port; write host:port")
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = open_channel(address)
         self._stubs: dict[str, grpc.UnaryUnaryMultiCallable] = {}
-        self._lock = threading.Lock()  # guards _num_hints
+        self._hints_lock = threading.Lock()  # guards _num_hints
         self._num_hints = 0
 
-    def stub(self, method: str) -> grpc.UnaryUnaryMultiCallable:
-        """Bytes to bytes; `method` is "Service/Method" in frostline.v1."""
+    def tries(self, method: str) -> Tries[ShardChannel]:
+        """Of one call that only this shard can answer."""
+        return Tries(method, (self,), self.times, time.monotonic())
+
+    def call(self, method: str, request: bytes, timeout_s: float) -> bytes:
+        """One try, on this thread; `method` is "Service/Method" in frostline.v1. Raises grpc.RpcError."""
+        return self._stub(method)(request, timeout=timeout_s)
+
+    def send(self, method: str, request: bytes, timeout_s: float) -> grpc.Future:
+        """As call, beside this thread."""
+        return self._stub(method).future(request, timeout=timeout_s)
+
+    def _stub(self, method: str) -> grpc.UnaryUnaryMultiCallable:
         stub = self._stubs.get(method)
         if stub is None:
             stub = self._stubs[method] = self._channel.unary_unary(f"/frostline.v1.{method}")
@@ -147,19 +144,19 @@ class ShardChannel:
 
     def hint(self, method: str, request: bytes) -> None:
         """Sends a call whose outcome nobody needs. Returns at once; it is not repeated, and its failure is no error."""
-        with self._lock:
+        with self._hints_lock:
             if self._num_hints >= MAX_HINTS:
                 return
             self._num_hints += 1
         try:
-            call = self.stub(method).future(request, timeout=self.times.try_s)
+            call = self.send(method, request, self.times.try_s)
         except ValueError:  # the channel is closed
             self._hint_ended()
         else:
             call.add_done_callback(lambda _: self._hint_ended())
 
     def _hint_ended(self) -> None:
-        with self._lock:
+        with self._hints_lock:
             self._num_hints -= 1
 
     def close(self) -> None:
@@ -172,7 +169,11 @@ def call_each(method: str, requests: Sequence[tuple[ShardChannel, bytes]]) -> It
 
     Raises the first error. What the caller does with a reply overlaps the calls still under way.
     """
-    calls = [PendingCall(channel, method, request) for channel, request in requests]
+    return run_each([PendingCall(channel.tries(method), method, request) for channel, request in requests])
+
+
+def run_each(calls: Sequence[PendingCall]) -> Iterator[tuple[int, bytes]]:
+    """As call_each, of calls that know where they go."""
     try:
         for call in calls[:-1]:
             call.start()
@@ -185,27 +186,31 @@ def call_each(method: str, requests: Sequence[tuple[ShardChannel, bytes]]) -> It
 
 def call_every(method: str, requests: Sequence[tuple[ShardChannel, bytes]]) -> list[bytes | FrostlineError]:
     """One call to each channel, all at once; replies and errors in the same order. It waits for every one of them."""
-    calls = [PendingCall(channel, method, request) for channel, request in requests]
+    return run_every([PendingCall(channel.tries(method), method, request) for channel, request in requests])
+
+
+def run_every(calls: Sequence[PendingCall]) -> list[bytes | FrostlineError]:
+    """As call_every, of calls that know where they go."""
     outcomes: list[bytes | FrostlineError] = []
     try:
         for call in calls[:-1]:
             with suppress(StoreUnavailable):  # the channel is closed: `result` says so
                 call.start()
-        for call, (channel, _) in zip(calls, requests, strict=True):
+        for call in calls:
             try:
                 outcomes.append(call.result())
             except FrostlineError as error:
-                outcomes.append(_named(error, channel))
+                outcomes.append(_named(error, call.target_name))
     finally:
         for call in calls:
             call.cancel()  # no effect on those that have ended
     return outcomes
 
 
-def _named(error: FrostlineError, channel: ShardChannel) -> FrostlineError:
+def _named(error: FrostlineError, shard: str) -> FrostlineError:
     """The same error with the shard in its message: what one shard refuses may be its own trouble."""
-    if channel.name not in str(error):
-        error.args = (f"{channel.name}: {error}", *error.args[1:])
+    if shard not in str(error):
+        error.args = (f"{shard}: {error}", *error.args[1:])
     return error
 
 

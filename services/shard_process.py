@@ -63,16 +63,8 @@ class ShardOptions:
 
 def run_shard(options: ShardOptions) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status. Main thread only, and first thing in the process."""
-    allocator = set_allocator()
     set_from_environment(os.environ)
-    _set_threads(options.threads)
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format=f"%(asctime)s shard {options.shard_index} %(levelname)s %(message)s",
-    )
-    log.info(allocator.message)
-    stopping = _stop_event(options)
+    stopping = prepare_process(f"shard {options.shard_index}", options.threads, options.is_bound_to_stdin)
     # After the settings above: these imports load numba and, on a GPU, torch.
     from embedding_server.errors import FrostlineError
     from services.shard_server import ShardServer
@@ -98,6 +90,15 @@ def run_shard(options: ShardOptions) -> int:
     return 0
 
 
+def prepare_process(name: str, threads: int, is_bound_to_stdin: bool) -> threading.Event:
+    """What every server process does first: allocator, threads, logs. The event is set when the process is to end."""
+    allocator = set_allocator()
+    _set_threads(threads)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(message)s")
+    log.info(allocator.message)
+    return _stop_event(is_bound_to_stdin)
+
+
 def _import_scores(modules: Sequence[str]) -> None:
     """Whoever starts a shard names the modules; a job can only name a score that one of them registered."""
     from embedding_server.errors import InvalidInput
@@ -120,7 +121,7 @@ def _set_threads(threads: int) -> None:
         os.environ[name] = str(threads)
 
 
-def _stop_event(options: ShardOptions) -> threading.Event:
+def _stop_event(is_bound_to_stdin: bool) -> threading.Event:
     """Set by SIGTERM, SIGINT and, if asked for, the end of standard input."""
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -131,7 +132,7 @@ def _stop_event(options: ShardOptions) -> threading.Event:
             pass
         stopping.set()
 
-    if options.is_bound_to_stdin:
+    if is_bound_to_stdin:
         threading.Thread(target=watch, name="stdin-watch", daemon=True).start()
     return stopping
 

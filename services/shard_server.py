@@ -32,7 +32,7 @@ from services import rpc_errors, shard_calls, tensor_codec
 from services.admission import Admission, Limits
 from services.lookup_service import LookupServicer
 from services.rpc_calls import answered, result_in_time, result_or_cancel
-from services.shard_executor import ShardExecutor
+from services.shard_executor import NOT_NOW, ShardExecutor
 from services.snapshot_paths import SnapshotPaths
 
 #: threads beyond Limits.max_calls, for health, reflection and the small calls
@@ -243,7 +243,13 @@ class ServerState:
         return result_or_cancel(context, self.executor.run(work))
 
     def run_lookup(self, context: grpc.ServicerContext, work: Callable[[LookupSource], Any]) -> Any:
-        return self.run(context, lambda shard: work(shard.lookups))
+        """On the caller's thread if the shard has nothing else to do, else as run."""
+
+        def look_up(shard: Shard) -> Any:
+            return work(shard.lookups)
+
+        answer = self.executor.run_now(look_up)
+        return self.run(context, look_up) if answer is NOT_NOW else answer
 
     def check_reply(self, call: str, ids: Mapping[str, np.ndarray], wire_dtype: WireDtype) -> int:
         """Size of the reply in bytes, unknown tables left out. Raises InvalidInput if it passes the limit."""
@@ -274,7 +280,7 @@ def _parsed(
     return parse_and_call
 
 
-def _handlers(service: str, servicer: Any) -> grpc.GenericRpcHandler:
+def handlers_of(service: str, servicer: Any) -> grpc.GenericRpcHandler:
     """Method handlers of a service; those of _FRAMED pass bytes through."""
     handlers = {}
     for method in pb.DESCRIPTOR.services_by_name[service].methods:
@@ -308,7 +314,7 @@ class ShardServer:
         state = self._state
         lookups = LookupServicer(state.run_lookup, lambda: state.dims, state.admission)
         self._server.add_generic_rpc_handlers(
-            (_handlers("EmbeddingShard", ShardServicer(state)), _handlers("EmbeddingLookup", lookups))
+            (handlers_of("EmbeddingShard", ShardServicer(state)), handlers_of("EmbeddingLookup", lookups))
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SHARD_SERVICE, LOOKUP_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)

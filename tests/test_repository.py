@@ -124,6 +124,7 @@ def test_no_generated_code_without_its_proto_file() -> None:
         ("embedding_server.shard", ("torch", "torchrec", "ray", "grpc")),
         ("embedding_server.inproc", ("torch", "torchrec", "ray", "grpc")),
         ("services.shard_client", ("torch", "torchrec", "ray")),
+        ("services.lookup_client", ("torch", "torchrec", "ray")),
         ("services.shard_server", ("torch", "torchrec", "ray")),
         ("services.cli", ("torch", "torchrec", "ray")),
     ],

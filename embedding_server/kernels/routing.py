@@ -144,6 +144,34 @@ def dedup_tables(
         _group_by_shard(ids[:u], n[:u], inverse[starts[t] : at], shard_of_bucket, shard_offsets[t])
 
 
+@njit(nogil=True, cache=True)
+def _group_rows(row_ids, group_of_bucket, order, offsets):
+    num_buckets = np.uint64(group_of_bucket.size)
+    owners = np.empty(row_ids.size, np.int32)
+    offsets[:] = 0
+    for i in range(row_ids.size):
+        owners[i] = group_of_bucket[bucket_of(hash_row_id(row_ids[i]), num_buckets)]
+        offsets[owners[i] + 1] += 1
+    for g in range(offsets.size - 1):
+        offsets[g + 1] += offsets[g]
+    cursors = offsets.copy()
+    for i in range(row_ids.size):
+        order[cursors[owners[i]]] = i
+        cursors[owners[i]] += 1
+
+
+def group_rows(row_ids: np.ndarray, group_of_bucket: np.ndarray, num_groups: int) -> tuple[np.ndarray, np.ndarray]:
+    """Routes without dedup: (order int64[N], offsets int64[G+1]).
+
+    row_ids[order] are those of group 0, then of group 1 and so on, each in their order; offsets: where a group begins.
+    """
+    order, offsets = np.empty(row_ids.size, np.int64), np.empty(num_groups + 1, np.int64)
+    _group_rows(
+        np.ascontiguousarray(row_ids, np.int64), np.ascontiguousarray(group_of_bucket, np.int32), order, offsets
+    )
+    return order, offsets
+
+
 @dataclass(frozen=True, slots=True)
 class Routing:
     """One table's look-ups, deduplicated and grouped by shard."""
