@@ -66,7 +66,7 @@ class MappedSegment:
     arrays: SegmentArrays
     block_crcs: np.ndarray  # uint32[K]
     block_states: np.ndarray  # uint8[K]: UNCHECKED, CHECKED or ASKED_FOR; not mapped
-    _map: _FileMap | None  # None: closed
+    _map: FileMap | None  # None: closed
     sound: set[Stamp]  # files that hold it byte for byte: its own as it was opened, and objects (snapshot_objects.py)
     _last_crc: int = field(init=False)
 
@@ -83,7 +83,7 @@ class MappedSegment:
         return self._mapped.address
 
     @property
-    def _mapped(self) -> _FileMap:
+    def _mapped(self) -> FileMap:
         assert self._map is not None, "the segment is closed"
         return self._map
 
@@ -99,7 +99,7 @@ class MappedSegment:
         """What checks these, also after close()."""
         return BlockCheck(self, self._mapped, blocks)
 
-    def _check_in(self, file_map: _FileMap, blocks: Sequence[int]) -> None:
+    def _check_in(self, file_map: FileMap, blocks: Sequence[int]) -> None:
         covered, is_size_checked = memoryview(file_map.bytes)[: self.size_bytes - self.block_crcs.nbytes], False
         for block in blocks:
             if self.block_states[block] == CHECKED:
@@ -170,7 +170,7 @@ class BlockCheck:
     """Blocks of a segment that are to be checked, by any thread. It holds the map, and so may outlive the segment."""
 
     segment: MappedSegment
-    file_map: _FileMap
+    file_map: FileMap
     blocks: Sequence[int]
 
     def run(self, is_wanted: Callable[[], bool] = lambda: True) -> None:
@@ -190,7 +190,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-class _FileMap:
+class FileMap:
     """A map of a file, without a file descriptor: shared and read-only, or a private copy that may be changed. It is
     unmapped when nobody holds it any more.
 
@@ -226,7 +226,7 @@ def open_segment(path: Path, verify: bool = True, *, is_private: bool = False) -
         stat = os.fstat(fd)
         size = stat.st_size
         fmt, num_rows, frozen_step, data_start = _read_header(path, fd, size)
-        file_map = _FileMap(fd, size, is_private)
+        file_map = FileMap(fd, size, is_private)
     finally:
         os.close(fd)
     arrays, crcs_start = _views(file_map.bytes, fmt, num_rows, data_start)

@@ -34,6 +34,7 @@ from isal.isal_zlib import crc32
 from embedding_server.errors import SegmentCorrupt
 from embedding_server.failpoints import failpoint
 from embedding_server.segment_file import CRC_BLOCK_BYTES, PARTIAL_SUFFIX, sync_fd, write_all
+from embedding_server.segment_reader import FileMap
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "I64": np.dtype("<i8"), "F64": np.dtype("<f8"), "I32": np.dtype("<i4"), "U32": np.dtype("<u4"),
@@ -273,7 +274,7 @@ class ColumnReader:
 
     def __init__(self, path: Path, columns: Sequence[Column], size_bytes: int, crc: int) -> None:
         """size_bytes, crc: what the writer said of the file. SegmentCorrupt or OSError if it is another."""
-        self.path = path
+        self.path, self._size_bytes = path, size_bytes
         self._columns: dict[str, tuple[Column, int, int]] = {}  # with the offset of its first byte, and of its CRCs
         self._fd: int | None = open_regular(path)
         try:
@@ -301,6 +302,24 @@ class ColumnReader:
         if crc32(data) != crc:
             raise corrupt(self.path, "its block_crcs do not match their CRC-32")
         return np.frombuffer(data, "<u4")
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size_bytes
+
+    def stat(self) -> os.stat_result:
+        assert self._fd is not None
+        return os.fstat(self._fd)
+
+    def place(self, name: str) -> tuple[Column, int, np.ndarray]:
+        """A column, where in the file it begins, and the CRC-32s uint32[K] of its blocks."""
+        column, offset, first_crc = self._columns[name]
+        return column, offset, self._crcs[first_crc : first_crc + column.num_blocks]
+
+    def map(self) -> FileMap:
+        """Of the whole file, which stays when this is closed. Nothing is checked of what is read there. OSError."""
+        assert self._fd is not None
+        return FileMap(self._fd, self._size_bytes, is_private=False)
 
     def num_rows(self, name: str) -> int:
         return self._columns[name][0].shape[0]

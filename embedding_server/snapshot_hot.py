@@ -40,7 +40,7 @@ class HotChunk:
     visits: np.ndarray  # uint8[n]
 
 
-class _HotFile:
+class HotFile:
     """A hot file of one cut. SegmentCorrupt, OSError if it is not there or not sound."""
 
     def __init__(self, part: Part, number: int) -> None:
@@ -87,11 +87,11 @@ class HotRowsFile:
         """SegmentCorrupt, OSError: a file that is needed is missing, or not what shard.json says."""
         name = part.record.tables[number].spec.name
         with ExitStack() as stack:
-            self._files: list[_HotFile] = []
+            self._files: list[HotFile] = []
             for each in part.chain:
                 of_table = each.number_of(name)
                 assert of_table is not None, "read_part has looked"
-                self._files.append(_HotFile(each, of_table))
+                self._files.append(HotFile(each, of_table))
                 stack.enter_context(closing(self._files[-1].file))
                 if self._files[-1].record.is_whole:
                     break
@@ -161,7 +161,7 @@ class HotRowsFile:
         return self._chunk(row_ids, weights, state, start, stop)
 
     def _find(
-        self, file: _HotFile, places: Index, row_ids: np.ndarray, is_missing: np.ndarray, first: int, last: int
+        self, file: HotFile, places: Index, row_ids: np.ndarray, is_missing: np.ndarray, first: int, last: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Which of the missing rows this file has written, as positions in row_ids, and as the how-manieth written row
         of buckets [first, last). `places` has the position of each row_id. SegmentCorrupt if it lacks one of them."""

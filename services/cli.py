@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from services import ckpt_commands, lookup_commands, tune_commands
+from services import ckpt_commands, lookup_commands, serve_commands, tune_commands
 from services.command_options import (
     JobFile,
     JsonOption,
@@ -223,6 +223,7 @@ def _gateway(addresses: tuple[str, ...], host: str, port: int, threads: int) -> 
 
 lookup_commands.add_to(app)
 tune_commands.add_to(app)
+serve_commands.add_to(app)
 app.add_typer(ckpt_commands.app, name="ckpt")
 
 

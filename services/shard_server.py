@@ -282,16 +282,16 @@ def _parsed(
 
 def handlers_of(service: str, servicer: Any) -> grpc.GenericRpcHandler:
     """Method handlers of a service; those of _FRAMED pass bytes through."""
-    handlers = {}
+    methods = {}
     for method in pb.DESCRIPTOR.services_by_name[service].methods:
         if method.name in _FRAMED:
-            handlers[method.name] = grpc.unary_unary_rpc_method_handler(getattr(servicer, method.name))
+            methods[method.name] = grpc.unary_unary_rpc_method_handler(getattr(servicer, method.name))
         else:
-            handlers[method.name] = grpc.unary_unary_rpc_method_handler(
+            methods[method.name] = grpc.unary_unary_rpc_method_handler(
                 _parsed(getattr(servicer, method.name), getattr(pb, method.input_type.name)),
                 response_serializer=getattr(pb, method.output_type.name).SerializeToString,
             )
-    return grpc.method_handlers_generic_handler(f"{pb.DESCRIPTOR.package}.{service}", handlers)
+    return grpc.method_handlers_generic_handler(f"{pb.DESCRIPTOR.package}.{service}", methods)
 
 
 class ShardServer:

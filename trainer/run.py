@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from embedding_server.errors import InvalidInput
 from embedding_server.store import EmbeddingStore, EpochInfo, Identity
 from trainer.cuts import Cuts, build_cuts
-from trainer.data.batch import Batch, Reader
+from trainer.data.batch import Batch, Reader, Schema
 from trainer.data.registry import open_reader
 from trainer.embedding import FrostlineEmbeddingBagCollection
 from trainer.group import Group
@@ -93,7 +93,7 @@ def build_run(
     precision.activate()
     reader = open_reader(job, "train", group.rank, group.size)
     snapshot = read_snapshot(resume_from) if resume_from else None
-    notes = compare(snapshot, job, reader, table_configs(job, reader)) if snapshot else []
+    notes = compare(snapshot, job, reader, table_configs(job, reader.schema)) if snapshot else []
     epoch = join_job(job, arm, store, group, reader, snapshot, epoch_above)
     who = Identity(job.name, epoch.epoch, group.rank)
     rows = build_rows(job, store, reader, who, epoch.last_step)
@@ -172,11 +172,11 @@ def build_rows(
 ) -> FrostlineEmbeddingBagCollection:
     warm_up_rows(job.embedding.dim, store.wire_dtype, pooling_of(job))
     specs = {spec.name: spec for spec in table_specs(job, reader.schema.tables)}
-    configs = table_configs(job, reader)
+    configs = table_configs(job, reader.schema)
     return FrostlineEmbeddingBagCollection(configs, store, specs=specs, identity=who, last_step=last_step)
 
 
-def table_configs(job: Job, reader: Reader) -> list[EmbeddingBagConfig]:
+def table_configs(job: Job, schema: Schema) -> list[EmbeddingBagConfig]:
     return [
         # row_ids are any int64: num_embeddings means nothing here, and TorchRec's config wants one
         EmbeddingBagConfig(
@@ -186,7 +186,7 @@ def table_configs(job: Job, reader: Reader) -> list[EmbeddingBagConfig]:
             feature_names=features,
             pooling=pooling_of(job),
         )
-        for name, features in reader.schema.tables.items()
+        for name, features in schema.tables.items()
     ]
 
 

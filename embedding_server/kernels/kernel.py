@@ -7,7 +7,7 @@ compiled at import; `warm_up` does it (or loads numba's cache) before a shard se
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
 from llvmlite import ir
@@ -59,6 +59,7 @@ class Kernel:
         self._function, self._signatures = function, signatures
         self._compiled: Callable[..., Any] | None = None
         self.__doc__ = function.__doc__
+        self.module = function.__module__
         Kernel.registry.append(self)
 
     def compile(self) -> Callable[..., Any]:
@@ -75,7 +76,8 @@ def kernel(*signatures: Any) -> Callable[[Callable[..., Any]], Kernel]:
     return lambda function: Kernel(function, list(signatures))
 
 
-def warm_up() -> None:
-    """Compiles every kernel that was imported, or loads it from numba's cache."""
+def warm_up(modules: Collection[str] | None = None) -> None:
+    """Compiles every kernel that was imported, or those of some modules, or loads them from numba's cache."""
     for each in Kernel.registry:
-        each.compile()
+        if modules is None or each.module in modules:
+            each.compile()

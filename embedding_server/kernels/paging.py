@@ -61,7 +61,7 @@ def unchecked_blocks(locations, bases, item_bytes, maps, states, marks, out):
 
 
 @njit
-def _put(ranges, n, start, end):
+def put_range(ranges, n, start, end):
     """ranges int64[., 2] of (address, bytes): adds the pages of the bytes from start to end to the first n. New n."""
     first = start // _PAGE * _PAGE
     ranges[n, 0] = first
@@ -110,7 +110,7 @@ def map_in(ranges):
 
 
 @njit
-def _is_in_memory(address, answer):
+def is_in_memory(address, answer):
     """answer: uint8[1] to write to. What cannot be told counts as in memory: its page fault tells."""
     return _mincore(address // _PAGE * _PAGE, 1, answer.ctypes.data) != 0 or (answer[0] & 1) != 0
 
@@ -139,14 +139,14 @@ def find_pages(locations, bases, item_bytes, maps, states, sizes, around, out_re
                 if state[0] != _ASKED_FOR:
                     state[0] = _ASKED_FOR
                     end = min(sizes[slot], (block + 1) << _BLOCK_SHIFT)
-                    reads = _put(out_reads, reads, maps[slot] + (block << _BLOCK_SHIFT), maps[slot] + end)
+                    reads = put_range(out_reads, reads, maps[slot] + (block << _BLOCK_SHIFT), maps[slot] + end)
         first, end = maps[slot] + start, maps[slot] + last_byte + 1
         if all_checked and (first < read_from or end > read_to):
             read_from = maps[slot] + start // around * around
             read_to = maps[slot] + min(sizes[slot], (last_byte // around + 1) * around)
-            reads = _put(out_reads, reads, read_from, read_to)
+            reads = put_range(out_reads, reads, read_from, read_to)
         if first < page_from or end > page_to:
-            pages = _put(out_pages, pages, first, end)
+            pages = put_range(out_pages, pages, first, end)
             page_from = out_pages[pages - 1, 0]
             page_to = page_from + out_pages[pages - 1, 1]
     return reads, pages
@@ -159,7 +159,7 @@ def page_in_blocks(blocks, n, maps, sizes):
     for i in range(n):
         slot, block = blocks[i, 0], blocks[i, 1]
         end = min(sizes[slot], (block + 1) << _BLOCK_SHIFT)
-        _put(ranges, i, maps[slot] + (block << _BLOCK_SHIFT), maps[slot] + end)
+        put_range(ranges, i, maps[slot] + (block << _BLOCK_SHIFT), maps[slot] + end)
     _advise(-1, ranges, _WILLNEED)
 
 
@@ -172,6 +172,6 @@ def any_absent(locations, bases, item_bytes, maps, samples):
         slot = slot_of(locations[i])
         if maps[slot] == 0:
             continue
-        if not _is_in_memory(bases[slot] + position_of(locations[i]) * item_bytes[slot], answer):
+        if not is_in_memory(bases[slot] + position_of(locations[i]) * item_bytes[slot], answer):
             return True
     return False

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from embedding_server.errors import FrostlineError
+from services.served_model import ServedModel, ServeWhat
 from tests.damage.hostile import CASES
 from tests.damage.hostile_imports import import_one
 from tests.damage.tiny import NAME, SPECS, job_of, make_tiny
@@ -29,6 +30,15 @@ def resume(cut: Path) -> None:
     read_snapshot(find_snapshot(job_of(cut.parent.parent), "main"))
     with CutShards(SPECS, will_restore=True) as shards:
         shards.restore(cut)
+
+
+def serve(cut: Path) -> None:
+    """As `serve --follow`, which checks all rows before it serves them."""
+    served = ServedModel(cut, ServeWhat(rows_only=True))
+    try:
+        served.snapshot.check_rows()
+    finally:
+        served.close()
 
 
 def measured(read: Callable[[], object]) -> dict[str, object]:
@@ -57,7 +67,8 @@ def _status_kib(key: str) -> int:
 
 def main(folder: Path) -> None:
     whole = make_tiny(folder / "whole", num_parts=2)
-    verify(whole), resume(whole), list_jobs(whole.parent.parent)  # compiles kernels; what stays resident is no case's
+    for read in _ways_in(whole).values():  # compiles kernels; what stays resident is no case's
+        read()
     for name, change in CASES.items():
         uri = folder / "case"
         shutil.copytree(whole.parent, job_folder(uri, NAME))
@@ -77,6 +88,7 @@ def _ways_in(cut: Path) -> dict[str, Callable[[], object]]:
     return {
         "verify": lambda: verify(cut).messages,
         "resume": lambda: resume(cut),
+        "serve": lambda: serve(cut),
         "ls": lambda: list_jobs(cut.parent.parent) and None,
     }
 

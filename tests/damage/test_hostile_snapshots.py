@@ -16,6 +16,13 @@ from tests.damage.hostile_imports import make_imports
 MAX_CPU_S, MAX_KIB = 1.0, 100_000_000 // 1024
 #: `ckpt ls` reads JSON, sizes and which frozen rows are live; what else is wrong is verify's to find
 LISTED = ("manifest: ", "record: ")
+#: a server of rows alone reads neither the dense layers nor what training needs of a row
+NOT_SERVED = (
+    "dense: ",
+    "hot: a step to come",
+    "frozen: an ID that waits twice",
+    "frozen: IDs of the other part",  # that wait
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +43,8 @@ def test_each_is_refused_and_the_file_named(found: dict[str, dict[str, Any]]) ->
     for name, case in found.items():
         for way, of_way in case["ways_in"].items():
             told = of_way["refusal"]
+            if way == "serve" and name.startswith(NOT_SERVED) and not told:
+                continue
             if way != "ls" and not (told and Path(case["must_name"]).name in told):
                 missed.append((name, way, told[:300]))
     assert not missed

@@ -91,7 +91,8 @@ def test_health_and_reflection(serve: Serve) -> None:
 
 def test_every_method_of_the_api_is_served(connect: Callable) -> None:
     channel, _ = connect()
-    for service in pb.DESCRIPTOR.services_by_name.values():
+    for name in ("EmbeddingShard", "EmbeddingLookup"):
+        service = pb.DESCRIPTOR.services_by_name[name]
         for method in service.methods:
             call = channel.unary_unary(f"/{service.full_name}/{method.name}")
             try:

@@ -46,11 +46,14 @@ class TableBlock:
         return int(self.rows.num_rows)
 
 
+def schema_of(data: ParquetData) -> Schema:
+    features = tuple(Feature(name, part.table or name) for name, part in data.features.items())
+    return Schema(tuple(data.dense), features)
+
+
 class ParquetReader(StreamReader[TableBlock]):
     def __init__(self, data: ParquetData, split: Split, share: Share) -> None:
-        features = tuple(Feature(name, part.table or name) for name, part in data.features.items())
-        schema = Schema(tuple(data.dense), features)
-        super().__init__(schema, share, BadRows(data.on_bad_row, data.max_bad_rows), data.files(split))
+        super().__init__(schema_of(data), share, BadRows(data.on_bad_row, data.max_bad_rows), data.files(split))
         self._label = data.label
         self._feature_columns = [part.column or name for name, part in data.features.items()]
         self._num_rows = [self._check(path) for path in self.files]

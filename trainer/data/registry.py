@@ -1,9 +1,9 @@
-"""Opens the reader that a job names."""
+"""Opens the reader that a job names, or says what its batches hold without opening any data."""
 
 from __future__ import annotations
 
 from embedding_server.errors import InvalidInput
-from trainer.data.batch import Reader, Share
+from trainer.data.batch import Reader, Schema, Share
 from trainer.data.spec import CriteoTsvData, MovieLensData, ParquetData, Split, SyntheticData, check_split
 from trainer.job import Job
 
@@ -39,3 +39,24 @@ def open_reader(job: Job, split: Split = "train", worker: int = 0, num_workers: 
             from trainer.data.synthetic import SyntheticReader
 
             return SyntheticReader(data, split, share)
+
+
+def schema_of(job: Job) -> Schema:
+    """That of the job's readers; no file is looked at."""
+    match job.data:
+        case MovieLensData():
+            from trainer.data import movielens
+
+            return movielens.SCHEMA
+        case CriteoTsvData():
+            from trainer.data import criteo_tsv
+
+            return criteo_tsv.SCHEMA
+        case ParquetData() as data:
+            from trainer.data import parquet
+
+            return parquet.schema_of(data)
+        case SyntheticData() as data:
+            from trainer.data import synthetic
+
+            return synthetic.schema_of(data)

@@ -27,14 +27,18 @@ CHUNK_SAMPLES = 512
 _FEATURE_STRIDE = np.int64(1) << np.int64(41)  # above every rank, spec.py bounds cardinalities at 2^40
 
 
+def schema_of(data: SyntheticData) -> Schema:
+    return Schema(
+        dense=tuple(f"dense_{i}" for i in range(data.num_dense)),
+        features=tuple(Feature(f"cat_{i}", f"cat_{i}") for i in range(data.num_features)),
+    )
+
+
 class SyntheticReader(Reader):
     def __init__(self, data: SyntheticData, split: Split, share: Share) -> None:
         super().__init__(share)
         self.data = data
-        self.schema = Schema(
-            dense=tuple(f"dense_{i}" for i in range(data.num_dense)),
-            features=tuple(Feature(f"cat_{i}", f"cat_{i}") for i in range(data.num_features)),
-        )
+        self.schema = schema_of(data)
         self._split_number = SPLITS.index(split)
         self._num_samples = data.num_samples_of(split)
         self._hots = _repeated(data.hots, data.num_features)

@@ -716,3 +716,87 @@ class GetTableResponse(_message.Message):
     num_buckets: int
     buckets: _containers.RepeatedCompositeFieldContainer[BucketRange]
     def __init__(self, table: _Optional[_Union[Table, _Mapping]] = ..., mask_info: _Optional[_Union[TableMaskInfo, _Mapping]] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., num_buckets: _Optional[int] = ..., buckets: _Optional[_Iterable[_Union[BucketRange, _Mapping]]] = ...) -> None: ...
+
+class FeatureBags(_message.Message):
+    __slots__ = ("feature", "num_rows")
+    FEATURE_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    feature: str
+    num_rows: int
+    def __init__(self, feature: _Optional[str] = ..., num_rows: _Optional[int] = ...) -> None: ...
+
+class PredictRequest(_message.Message):
+    __slots__ = ("num_examples", "dense", "features", "row_ids", "lengths")
+    NUM_EXAMPLES_FIELD_NUMBER: _ClassVar[int]
+    DENSE_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    ROW_IDS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    num_examples: int
+    dense: bytes
+    features: _containers.RepeatedCompositeFieldContainer[FeatureBags]
+    row_ids: bytes
+    lengths: bytes
+    def __init__(self, num_examples: _Optional[int] = ..., dense: _Optional[bytes] = ..., features: _Optional[_Iterable[_Union[FeatureBags, _Mapping]]] = ..., row_ids: _Optional[bytes] = ..., lengths: _Optional[bytes] = ...) -> None: ...
+
+class PredictResponse(_message.Message):
+    __slots__ = ("scores", "version")
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    scores: bytes
+    version: Version
+    def __init__(self, scores: _Optional[bytes] = ..., version: _Optional[_Union[Version, _Mapping]] = ...) -> None: ...
+
+class DescribeModelRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ModelFeature(_message.Message):
+    __slots__ = ("name", "table")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    table: str
+    def __init__(self, name: _Optional[str] = ..., table: _Optional[str] = ...) -> None: ...
+
+class FollowState(_message.Message):
+    __slots__ = ("newest_id", "steps_behind", "seconds_behind", "is_held", "refusal", "num_swaps")
+    NEWEST_ID_FIELD_NUMBER: _ClassVar[int]
+    STEPS_BEHIND_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_BEHIND_FIELD_NUMBER: _ClassVar[int]
+    IS_HELD_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    NUM_SWAPS_FIELD_NUMBER: _ClassVar[int]
+    newest_id: str
+    steps_behind: int
+    seconds_behind: float
+    is_held: bool
+    refusal: str
+    num_swaps: int
+    def __init__(self, newest_id: _Optional[str] = ..., steps_behind: _Optional[int] = ..., seconds_behind: _Optional[float] = ..., is_held: _Optional[bool] = ..., refusal: _Optional[str] = ..., num_swaps: _Optional[int] = ...) -> None: ...
+
+class DescribeModelResponse(_message.Message):
+    __slots__ = ("version", "no_model", "dense", "features", "follow")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NO_MODEL_FIELD_NUMBER: _ClassVar[int]
+    DENSE_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    version: Version
+    no_model: str
+    dense: _containers.RepeatedScalarFieldContainer[str]
+    features: _containers.RepeatedCompositeFieldContainer[ModelFeature]
+    follow: FollowState
+    def __init__(self, version: _Optional[_Union[Version, _Mapping]] = ..., no_model: _Optional[str] = ..., dense: _Optional[_Iterable[str]] = ..., features: _Optional[_Iterable[_Union[ModelFeature, _Mapping]]] = ..., follow: _Optional[_Union[FollowState, _Mapping]] = ...) -> None: ...
+
+class ChooseVersionRequest(_message.Message):
+    __slots__ = ("snapshot_id",)
+    SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
+    snapshot_id: str
+    def __init__(self, snapshot_id: _Optional[str] = ...) -> None: ...
+
+class ChooseVersionResponse(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: Version
+    def __init__(self, version: _Optional[_Union[Version, _Mapping]] = ...) -> None: ...

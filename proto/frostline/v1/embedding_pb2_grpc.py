@@ -822,3 +822,167 @@ class EmbeddingLookup:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class ModelServingStub:
+    """Of a server of a snapshot (frostline serve): the model that the rows were trained with, and which version is served.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Predict = channel.unary_unary(
+                '/frostline.v1.ModelServing/Predict',
+                request_serializer=frostline_dot_v1_dot_embedding__pb2.PredictRequest.SerializeToString,
+                response_deserializer=frostline_dot_v1_dot_embedding__pb2.PredictResponse.FromString,
+                _registered_method=True)
+        self.DescribeModel = channel.unary_unary(
+                '/frostline.v1.ModelServing/DescribeModel',
+                request_serializer=frostline_dot_v1_dot_embedding__pb2.DescribeModelRequest.SerializeToString,
+                response_deserializer=frostline_dot_v1_dot_embedding__pb2.DescribeModelResponse.FromString,
+                _registered_method=True)
+        self.ChooseVersion = channel.unary_unary(
+                '/frostline.v1.ModelServing/ChooseVersion',
+                request_serializer=frostline_dot_v1_dot_embedding__pb2.ChooseVersionRequest.SerializeToString,
+                response_deserializer=frostline_dot_v1_dot_embedding__pb2.ChooseVersionResponse.FromString,
+                _registered_method=True)
+
+
+class ModelServingServicer:
+    """Of a server of a snapshot (frostline serve): the model that the rows were trained with, and which version is served.
+    """
+
+    def Predict(self, request, context):
+        """Scores examples. Dense layers and rows are those of one snapshot, which the reply names.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeModel(self, request, context):
+        """What Predict takes, which version is served, and how far it is behind.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChooseVersion(self, request, context):
+        """Goes back to an earlier snapshot and stays there, or follows the newest again. Returns once it is served.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ModelServingServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Predict': grpc.unary_unary_rpc_method_handler(
+                    servicer.Predict,
+                    request_deserializer=frostline_dot_v1_dot_embedding__pb2.PredictRequest.FromString,
+                    response_serializer=frostline_dot_v1_dot_embedding__pb2.PredictResponse.SerializeToString,
+            ),
+            'DescribeModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeModel,
+                    request_deserializer=frostline_dot_v1_dot_embedding__pb2.DescribeModelRequest.FromString,
+                    response_serializer=frostline_dot_v1_dot_embedding__pb2.DescribeModelResponse.SerializeToString,
+            ),
+            'ChooseVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChooseVersion,
+                    request_deserializer=frostline_dot_v1_dot_embedding__pb2.ChooseVersionRequest.FromString,
+                    response_serializer=frostline_dot_v1_dot_embedding__pb2.ChooseVersionResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'frostline.v1.ModelServing', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('frostline.v1.ModelServing', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class ModelServing:
+    """Of a server of a snapshot (frostline serve): the model that the rows were trained with, and which version is served.
+    """
+
+    @staticmethod
+    def Predict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/frostline.v1.ModelServing/Predict',
+            frostline_dot_v1_dot_embedding__pb2.PredictRequest.SerializeToString,
+            frostline_dot_v1_dot_embedding__pb2.PredictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/frostline.v1.ModelServing/DescribeModel',
+            frostline_dot_v1_dot_embedding__pb2.DescribeModelRequest.SerializeToString,
+            frostline_dot_v1_dot_embedding__pb2.DescribeModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChooseVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/frostline.v1.ModelServing/ChooseVersion',
+            frostline_dot_v1_dot_embedding__pb2.ChooseVersionRequest.SerializeToString,
+            frostline_dot_v1_dot_embedding__pb2.ChooseVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
