@@ -9,6 +9,8 @@
     |-- NotReady                     the call is right but comes too early (no epoch begun, step not yet applied)
     |-- FencedEpoch                  the caller's epoch is over; carries current_epoch
     |-- Overloaded                   a named limit is full now; carries retry_after_ms
+    |-- Unauthenticated              the caller showed no token that the server knows
+    |-- PermissionDenied             it did, and the token's role may not make this call
     |-- SegmentCorrupt               a file of frozen rows does not hold what it should; carries path
     `-- StoreUnavailable             no shard answers, workers are waited for in vain, or the disk takes no epoch or cut
 
@@ -66,6 +68,16 @@ class Overloaded(FrostlineError):
     def __init__(self, message: str, retry_after_ms: int) -> None:
         super().__init__(message)
         self.retry_after_ms = retry_after_ms
+
+
+class Unauthenticated(FrostlineError):
+    """The server asks for a token, and the call had none, or one that the server does not know."""
+
+    is_over = False  # set by a client that has another token by now
+
+
+class PermissionDenied(FrostlineError):
+    """The role of the call's token may not make this call."""
 
 
 class SegmentCorrupt(FrostlineError):

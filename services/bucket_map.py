@@ -11,7 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from embedding_server.errors import FrostlineError, InvalidInput, StoreUnavailable, UnknownTable
+from embedding_server.errors import (
+    FrostlineError,
+    InvalidInput,
+    PermissionDenied,
+    StoreUnavailable,
+    Unauthenticated,
+    UnknownTable,
+)
 from embedding_server.lookup import Version
 from embedding_server.spec import TableSpec
 from embedding_server.store import NUM_BUCKETS
@@ -85,7 +92,7 @@ class BucketMap:
 
 def make_map(answers: Mapping[str, bytes | FrostlineError]) -> BucketMap:
     """answers: of each address a ListTablesResponse, or why there is none. InvalidInput if they do not fit together,
-    StoreUnavailable if the shards of some buckets did not answer."""
+    StoreUnavailable if the shards of some buckets did not answer, Unauthenticated or PermissionDenied if they refuse."""
     silent = {address: answer for address, answer in answers.items() if isinstance(answer, FrostlineError)}
     replies = {
         address: pb.ListTablesResponse.FromString(answer)
@@ -102,6 +109,9 @@ def make_map(answers: Mapping[str, bytes | FrostlineError]) -> BucketMap:
             group_of_bucket[owned] = len(groups)
             groups[key] = []
         groups[key].append(address)
+    refusals = [error for error in silent.values() if isinstance(error, Unauthenticated | PermissionDenied)]
+    if refusals and (group_of_bucket < 0).any():
+        raise refusals[0]  # to wait does not help
     _check_complete(group_of_bucket, len(replies), silent)
     tables_at = {address: frozenset(table.name for table in reply.tables) for address, reply in replies.items()}
     return BucketMap(

@@ -7,6 +7,7 @@ standard error then.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,9 +16,14 @@ from rich.console import Console
 
 from services import ckpt_commands, lookup_commands, serve_commands, tune_commands
 from services.command_options import (
+    InsecureServerOption,
     JobFile,
     JsonOption,
     SettingsOption,
+    TlsCertOption,
+    TlsClientCaOption,
+    TlsKeyOption,
+    TokensOption,
     errors_to_exit_status,
     quiet_torch,
     size_bytes,
@@ -25,6 +31,7 @@ from services.command_options import (
 )
 
 if TYPE_CHECKING:
+    from services.security_options import SecurityOptions
     from services.train_job import SummaryNotWritten
     from trainer.job import Job
 
@@ -69,12 +76,13 @@ def train(
     """Trains every arm of a job and compares them."""
     console = wide_console(stderr=as_json)
     with errors_to_exit_status(console):
+        from services.external_shards import with_environment
         from services.worker import set_environment
         from trainer.job import load_job, with_arms
 
         set_environment()
         quiet_torch()
-        job = with_arms(load_job(job_file, settings or []), arms or [])
+        job = with_environment(with_arms(load_job(job_file, settings or []), arms or []), os.environ)
         document, unwritten = _train(job, console, resume)
         if as_json:
             print(json.dumps(document))
@@ -155,7 +163,7 @@ def inspect(
 @app.command()
 def shard(
     host: Annotated[
-        str, typer.Option(help="Address to bind. There is no encryption: keep it to trusted networks.")
+        str, typer.Option(help="Address to bind; other than loopback it needs TLS and tokens, or --insecure.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 0,
     shard_index: Annotated[int, typer.Option(min=0, help="Which shard this is, from 0.")] = 0,
@@ -181,18 +189,28 @@ def shard(
         list[str] | None,
         typer.Option(metavar="MODULE", help="A module to import first, which registers scores for `select: score`."),
     ] = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+    tls_client_ca: TlsClientCaOption = None,
+    token_file: TokensOption = None,
+    insecure: InsecureServerOption = False,
     fanout: Annotated[
         list[str] | None,
         typer.Option(
             metavar="ADDRESS",
             help="Serves look-ups of the shards at these addresses, for clients that do not route, without rows of its"
-            " own: only --host, --port and --threads count then. Repeated: all shards, and replicas of them.",
+            " own: only --host, --port, --threads and those of TLS and tokens count then. Repeated: all shards, and"
+            " replicas of them. Its own credentials: FROSTLINE_TLS_CA, _TLS_CERT, _TLS_KEY, FROSTLINE_TOKEN_FILE.",
         ),
     ] = None,
 ) -> None:
     """Serves one shard, or with --fanout a gateway, until SIGTERM. Prints one JSON line with its address then."""
+    from services.security_options import SecurityOptions
+
+    with errors_to_exit_status(Console(stderr=True)):
+        security = SecurityOptions(tls_cert, tls_key, tls_client_ca, token_file, insecure)
     if fanout:
-        _gateway(tuple(fanout), host, port, threads)
+        _gateway(tuple(fanout), host, port, threads, security)
     from services.shard_process import ShardOptions, parse_buckets, run_shard
 
     with errors_to_exit_status(Console(stderr=True)):
@@ -208,16 +226,19 @@ def shard(
             backend=backend,
             threads=threads,
             scores=tuple(scores or ()),
+            security=security,
         )
         status = run_shard(options)
     raise typer.Exit(status)
 
 
-def _gateway(addresses: tuple[str, ...], host: str, port: int, threads: int) -> None:
+def _gateway(addresses: tuple[str, ...], host: str, port: int, threads: int, security: SecurityOptions) -> None:
     from services.gateway_process import GatewayOptions, run_gateway
+    from services.security_options import Credentials
 
     with errors_to_exit_status(Console(stderr=True)):
-        status = run_gateway(GatewayOptions(addresses, host, port, threads))
+        credentials = Credentials.from_environment(os.environ)
+        status = run_gateway(GatewayOptions(addresses, host, port, threads, security=security, credentials=credentials))
     raise typer.Exit(status)
 
 

@@ -18,6 +18,19 @@ import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 
+from services.security_options import (
+    SERVER_TLS_CERT_VAR,
+    SERVER_TLS_CLIENT_CA_VAR,
+    SERVER_TLS_KEY_VAR,
+    SERVER_TOKEN_FILE_VAR,
+    TLS_CA_VAR,
+    TLS_CERT_VAR,
+    TLS_KEY_VAR,
+    TLS_SERVER_NAME_VAR,
+    TLS_VAR,
+    TOKEN_FILE_VAR,
+)
+
 NO_SETTING_STATUS = 3
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job; `frostline schema` describes it.")]
@@ -26,6 +39,69 @@ SettingsOption = Annotated[
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Results as JSON on standard output, all else on standard error.")
+]
+
+#: of servers; a path each, for a secret that is an option stands in process lists
+TlsCertOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-cert", envvar=SERVER_TLS_CERT_VAR, help="This server's certificate (PEM); read again when it changes."
+    ),
+]
+TlsKeyOption = Annotated[
+    Path | None,
+    typer.Option("--tls-key", envvar=SERVER_TLS_KEY_VAR, help="The key of --tls-cert (PEM), mode 0600 or 0640."),
+]
+TlsClientCaOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-client-ca",
+        envvar=SERVER_TLS_CLIENT_CA_VAR,
+        help="Mutual TLS: clients must have a certificate of one of these CAs (PEM).",
+    ),
+]
+TokensOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file",
+        envvar=SERVER_TOKEN_FILE_VAR,
+        help="A line for each token: its role (train, serve, admin), a space, the token. Mode 0600 or 0640; read again"
+        " when it changes. Every call but those of health needs one of them.",
+    ),
+]
+InsecureServerOption = Annotated[
+    bool, typer.Option("--insecure", help="Lets --host be other than loopback without TLS or without tokens.")
+]
+
+#: of clients
+TlsOption = Annotated[
+    bool, typer.Option("--tls", envvar=TLS_VAR, help="TLS with public CAs; the other options of TLS imply it.")
+]
+TlsCaOption = Annotated[
+    Path | None,
+    typer.Option("--tls-ca", envvar=TLS_CA_VAR, help="The server's certificate must be of one of these CAs (PEM)."),
+]
+ClientCertOption = Annotated[
+    Path | None,
+    typer.Option("--tls-cert", envvar=TLS_CERT_VAR, help="Certificate (PEM), for servers that ask for one."),
+]
+ClientKeyOption = Annotated[
+    Path | None, typer.Option("--tls-key", envvar=TLS_KEY_VAR, help="The key of --tls-cert (PEM), mode 0600 or 0640.")
+]
+TlsServerNameOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tls-server-name",
+        envvar=TLS_SERVER_NAME_VAR,
+        help="Name in the server's certificate; default: the one in the address.",
+    ),
+]
+TokenOption = Annotated[
+    Path | None,
+    typer.Option("--token-file", envvar=TOKEN_FILE_VAR, help="File with one token in it, mode 0600 or 0640."),
+]
+InsecureClientOption = Annotated[
+    bool, typer.Option("--insecure", help="Lets the token leave this machine without TLS.")
 ]
 
 

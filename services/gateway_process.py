@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.admission import Limits
+from services.security_options import Credentials, SecurityOptions
 from services.shard_process import prepare_process
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,8 @@ class GatewayOptions:
     port: int = 0  # 0: any free one
     threads: int = 1
     limits: Limits = field(default_factory=Limits)
+    security: SecurityOptions = field(default_factory=SecurityOptions)  # who may call the gateway
+    credentials: Credentials = field(default_factory=Credentials)  # of the gateway, at the shards
     drain_s: float = 5.0
     is_bound_to_stdin: bool = False  # end when standard input closes: the process that started us has gone
 
@@ -40,14 +43,23 @@ def run_gateway(options: GatewayOptions) -> int:
     # After the settings above: these imports load numba.
     from embedding_server.errors import FrostlineError
     from services.lookup_gateway import LookupGateway
+    from services.security import ServerSecurity
 
     try:
-        gateway = LookupGateway(options.addresses, options.limits, host=options.host)
+        security = ServerSecurity(options.security, options.host)
+        gateway = LookupGateway(
+            options.addresses,
+            options.limits,
+            host=options.host,
+            security=security,
+            credentials=options.credentials,
+        )
         address = gateway.start(options.port)
     except FrostlineError as error:
         log.error("%s", error)
         return 1
     print(json.dumps({"address": address, "fanout": list(options.addresses), "pid": os.getpid()}), flush=True)
+    log.info("callers: %s", security)
     log.info("serving at %s for %s", address, ", ".join(options.addresses))
     stopping.wait()
     log.info("stopping: draining for at most %.0f s", options.drain_s)

@@ -34,6 +34,7 @@ from services.aio_channel import call_every as aio_call_every
 from services.allocator import set_allocator
 from services.bucket_map import LIST_TABLES, LIST_TABLES_REQUEST, Addresses, BucketMap, addresses_now, make_map
 from services.lookup_reads import Bags, LookedUp, LookupReads, ValueReads, queries_of
+from services.security_options import Credentials
 from services.shard_channel import PendingCall, ShardChannel, run_each, run_every
 from services.tries import CallTimes, Target, Tries
 
@@ -136,7 +137,9 @@ class _Router:
 class LookupClient:
     """For threads. Thread safety: every method may be called from any thread; `_learning` guards learning."""
 
-    def __init__(self, addresses: Addresses, *, times: CallTimes = LOOKUP_TIMES) -> None:
+    def __init__(
+        self, addresses: Addresses, *, times: CallTimes = LOOKUP_TIMES, credentials: Credentials | None = None
+    ) -> None:
         """Learns where the buckets are. StoreUnavailable if nobody answers for some of them within times.deadline_s,
         InvalidInput if the shards do not fit together.
 
@@ -145,6 +148,7 @@ class LookupClient:
         """
         set_allocator()
         self._router = _Router(addresses, times)
+        self._credentials = credentials
         self._learning = threading.Lock()
         self._channels: dict[str, ShardChannel] = {}
         self._is_refreshing = False
@@ -259,7 +263,9 @@ class LookupClient:
             addresses = addresses_now(router.addresses)
             for address in addresses:
                 if address not in self._channels:
-                    self._channels[address] = ShardChannel(len(self._channels), address, router.times)
+                    self._channels[address] = ShardChannel(
+                        len(self._channels), address, router.times, self._credentials
+                    )
             left_s = max(min(deadline_s - time.monotonic(), LEARN_S), 0.001)
             times = CallTimes(left_s, left_s, 0.0)
             tries = [Tries(LIST_TABLES, (self._channels[address],), times, time.monotonic()) for address in addresses]
@@ -309,10 +315,13 @@ class AsyncLookupClient:
     It belongs to the event loop that it is first used in; any number of tasks of that loop may use it at once.
     """
 
-    def __init__(self, addresses: Addresses, *, times: CallTimes = LOOKUP_TIMES) -> None:
+    def __init__(
+        self, addresses: Addresses, *, times: CallTimes = LOOKUP_TIMES, credentials: Credentials | None = None
+    ) -> None:
         """As LookupClient, but the buckets are learned at `connect`, at `async with` or at the first look-up."""
         set_allocator()
         self._router = _Router(addresses, times)
+        self._credentials = credentials
         self._learning: asyncio.Lock | None = None
         self._channels: dict[str, AioChannel] = {}
         self._refreshing: asyncio.Task[None] | None = None
@@ -388,7 +397,7 @@ class AsyncLookupClient:
             addresses = addresses_now(router.addresses)
             for address in addresses:
                 if address not in self._channels:
-                    self._channels[address] = AioChannel(len(self._channels), address)
+                    self._channels[address] = AioChannel(len(self._channels), address, self._credentials)
             left_s = max(min(deadline_s - time.monotonic(), LEARN_S), 0.001)
             requests = [(self._channels[address], LIST_TABLES_REQUEST) for address in addresses]
             answers = await aio_call_every(LIST_TABLES, requests, CallTimes(left_s, left_s, 0.0))

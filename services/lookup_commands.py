@@ -9,10 +9,22 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from services.command_options import JsonOption, errors_to_exit_status, wide_console
+from services.command_options import (
+    ClientCertOption,
+    ClientKeyOption,
+    InsecureClientOption,
+    JsonOption,
+    TlsCaOption,
+    TlsOption,
+    TlsServerNameOption,
+    TokenOption,
+    errors_to_exit_status,
+    wide_console,
+)
 
 if TYPE_CHECKING:
     from services.lookup_reads import LookedUp
+    from services.security_options import Credentials
 
 #: values of a row that the table shows; --json has all of them
 SHOWN_VALUES = 6
@@ -35,12 +47,22 @@ def lookup(
     row_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Any int64, negative ones too.")],
     address: AddressOption,
     encoding: Annotated[str, typer.Option(help="How values travel: float32, float16, bfloat16 or stored.")] = "float32",
+    tls: TlsOption = False,
+    tls_ca: TlsCaOption = None,
+    tls_cert: ClientCertOption = None,
+    tls_key: ClientKeyOption = None,
+    tls_server_name: TlsServerNameOption = None,
+    token_file: TokenOption = None,
+    insecure: InsecureClientOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Looks rows up while they train, or in a snapshot that is served; it counts no visit and thaws nothing."""
     with errors_to_exit_status(Console(stderr=True)):
+        from services.security_options import Credentials
+
         ids = [_row_id(text) for text in row_ids]
-        found = _look_up(table, ids, address, encoding)
+        credentials = Credentials(tls, tls_ca, tls_cert, tls_key, tls_server_name, token_file, insecure)
+        found = _look_up(table, ids, address, encoding, credentials)
     if as_json:
         print(json.dumps(_document(table, ids, found)))
     else:
@@ -59,12 +81,14 @@ def _row_id(text: str) -> int:
     return row_id
 
 
-def _look_up(table: str, ids: list[int], addresses: list[str], encoding: Any) -> LookedUp:
+def _look_up(
+    table: str, ids: list[int], addresses: list[str], encoding: Any, credentials: Credentials
+) -> LookedUp:
     import numpy as np
 
     from services.lookup_client import LookupClient
 
-    with LookupClient(addresses) as client:
+    with LookupClient(addresses, credentials=credentials) as client:
         return client.lookup({table: np.array(ids, np.int64)}, encoding=encoding, timeout_s=TIMEOUT_S)[table]
 
 

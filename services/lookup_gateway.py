@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 import numpy as np
 
+from embedding_server.errors import PermissionDenied, StoreUnavailable, Unauthenticated
 from embedding_server.lookup import FoundRows, LookupSource, Version
 from embedding_server.spec import TableSpec
 from embedding_server.store import NUM_BUCKETS, TableStats
@@ -31,6 +32,8 @@ from services.lookup_codec import version_of
 from services.lookup_reads import StoredReads
 from services.lookup_service import LookupServicer
 from services.rpc_server import RpcServer
+from services.security import ServerSecurity
+from services.security_options import Credentials, SecurityOptions
 from services.shard_server import LOOKUP_SERVICE, handlers_of
 
 GET_TABLE = "EmbeddingLookup/GetTable"
@@ -77,18 +80,33 @@ class FannedOut(LookupSource):
 class LookupGateway:
     """The server. Life: created, `start`, serving (health SERVING), `stop`."""
 
-    def __init__(self, addresses: Sequence[str], limits: Limits | None = None, *, host: str = "127.0.0.1") -> None:
-        """Raises StoreUnavailable if the shards of some buckets do not answer, InvalidInput if they do not fit."""
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        limits: Limits | None = None,
+        *,
+        host: str = "127.0.0.1",
+        security: ServerSecurity | None = None,
+        credentials: Credentials | None = None,
+    ) -> None:
+        """Raises StoreUnavailable if the shards of some buckets do not answer, InvalidInput if they do not fit.
+
+        security: who may call the gateway, as of ShardServer. credentials: of the gateway, at the shards.
+        """
         limits = limits or Limits()
-        self._client = LookupClient(addresses)
+        security = security or ServerSecurity(SecurityOptions(), host)
+        self._client = LookupClient(addresses, credentials=credentials)
         servicer = LookupServicer(self._run, self._client.dims, Admission(limits))
         services = {LOOKUP_SERVICE: handlers_of("EmbeddingLookup", servicer)}
-        self._server = RpcServer(services, limits, host=host, thread_name="gateway-rpc")
+        self._server = RpcServer(services, limits, security, thread_name="gateway-rpc")
 
     def _run(self, context: grpc.ServicerContext, work: Callable[[LookupSource], Any]) -> Any:
         remaining_s = context.time_remaining()
         timeout_s = MAX_WAIT_S if remaining_s is None else min(remaining_s, MAX_WAIT_S)
-        return work(FannedOut(self._client, timeout_s))
+        try:
+            return work(FannedOut(self._client, timeout_s))
+        except (Unauthenticated, PermissionDenied) as error:  # of the gateway's own token, not of the caller's
+            raise StoreUnavailable(f"the shards refuse this gateway: {error}") from error
 
     def start(self, port: int = 0) -> str:
         """Binds and serves; port 0 takes a free one. Returns "host:port". StoreUnavailable if it cannot bind."""

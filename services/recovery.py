@@ -25,6 +25,7 @@ from services.external_shards import silent_shards, wait_for_return
 from services.local_shards import LocalShards
 from services.post_mortem import PostMortem
 from services.ray_group import Attempt, RayGroup, WorkersFailed, has_died
+from services.security_options import Credentials
 from trainer.failures import FAILURES_FILE, Failure, FailureLog, ProcessEnd, back_text
 from trainer.job import Job
 from trainer.report import ArmSummary, Progress
@@ -86,14 +87,15 @@ class OwnShards:
 class ForeignShards:
     """launch: external. Whoever started them starts them again, at the same addresses."""
 
-    def __init__(self, addresses: list[str]) -> None:
+    def __init__(self, addresses: list[str], credentials: Credentials | None = None) -> None:
         self.addresses = list(addresses)
+        self._credentials = credentials
 
     def check(self) -> None:
         """Nothing of them is seen from here."""
 
     def lost(self, post_mortem: PostMortem) -> list[ProcessEnd]:
-        silent = silent_shards(self.addresses)
+        silent = silent_shards(self.addresses, credentials=self._credentials)
         return [ProcessEnd(f"shard {index} ({self.addresses[index]})", "does not answer") for index in silent]
 
     def mend(self, from_scratch: bool) -> None:
@@ -102,7 +104,7 @@ class ForeignShards:
                 "there is no snapshot yet to go back to, and shards that this job has not started keep the rows that "
                 "it trained: start them anew, then the job"
             )
-        wait_for_return(self.addresses)
+        wait_for_return(self.addresses, credentials=self._credentials)
 
 
 class Recovery:

@@ -10,6 +10,8 @@
 | NotReady         | FAILED_PRECONDITION |                                       |
 | FencedEpoch      | ABORTED             | current_epoch                         |
 | Overloaded       | RESOURCE_EXHAUSTED  | retry_after_ms, grpc-retry-pushback-ms|
+| Unauthenticated  | UNAUTHENTICATED     | (nothing: the status alone says it)   |
+| PermissionDenied | PERMISSION_DENIED   | (likewise)                            |
 | SegmentCorrupt   | DATA_LOSS           | path                                  |
 | StoreUnavailable | UNAVAILABLE         |                                       |
 | anything else    | INTERNAL            | (our own bug; the trace is in the shard's log) |
@@ -30,10 +32,12 @@ from embedding_server.errors import (
     InvalidInput,
     NotReady,
     Overloaded,
+    PermissionDenied,
     SegmentCorrupt,
     StepGap,
     StoreUnavailable,
     TableConflict,
+    Unauthenticated,
     UnknownTable,
     WrongShard,
 )
@@ -60,6 +64,12 @@ _RULES: tuple[tuple[type[FrostlineError], grpc.StatusCode, pb.ErrorKind], ...] =
     (SegmentCorrupt, grpc.StatusCode.DATA_LOSS, pb.ERROR_KIND_SEGMENT_CORRUPT),
     (StoreUnavailable, grpc.StatusCode.UNAVAILABLE, pb.ERROR_KIND_STORE_UNAVAILABLE),
 )
+
+#: no other error has these statuses, and what refuses calls (security.py, or a proxy on the way) need send no detail
+_FROM_STATUS: dict[grpc.StatusCode, type[FrostlineError]] = {
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
+}
 
 _FROM_DETAIL: dict[int, Callable[[str, pb.ErrorDetail], FrostlineError]] = {
     pb.ERROR_KIND_INVALID_INPUT: lambda message, detail: InvalidInput(message),
@@ -94,6 +104,9 @@ def _detail_of(error: BaseException, kind: pb.ErrorKind) -> pb.ErrorDetail:
 
 def to_status(error: BaseException) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]:
     """Status code, message and trailing metadata of an error. Unknown classes are INTERNAL and logged."""
+    for status, cls in _FROM_STATUS.items():
+        if isinstance(error, cls):
+            return status, str(error)[:MAX_MESSAGE_CHARS], ()
     rule = _rule_of(error)
     if rule is None:
         log.error("a call failed for a reason that is not the caller's", exc_info=error)
@@ -137,6 +150,8 @@ def from_rpc_error(error: grpc.RpcError, shard: str) -> FrostlineError:
     detail = _read_detail(error)
     if detail is not None and detail.kind in _FROM_DETAIL:
         return _FROM_DETAIL[detail.kind](message, detail)
+    if status in _FROM_STATUS:
+        return _FROM_STATUS[status](message)
     if status == grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" not in message:
         # grpc's own limit on concurrent calls; it sends no detail.
         return Overloaded(f"{shard}: {message}", DEFAULT_RETRY_AFTER_MS)

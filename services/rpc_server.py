@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 
 from embedding_server.errors import StoreUnavailable
 from services.admission import Limits
+from services.security import ServerSecurity
 from services.shard_server import SERVER_OPTIONS, SPARE_THREADS
 
 
@@ -24,17 +25,23 @@ class RpcServer:
         self,
         services: Mapping[str, grpc.GenericRpcHandler],
         limits: Limits,
+        security: ServerSecurity,
         *,
-        host: str = "127.0.0.1",
         thread_name: str = "rpc",
     ) -> None:
-        """services: handlers by full name. host: the address to bind."""
+        """services: handlers by full name. security: who may call, and the host to bind."""
         max_rpcs = limits.max_calls + SPARE_THREADS
-        self._host = host
+        self._security = security
+        self._host = security.host
         self._services = tuple(services)
         self._health = health.HealthServicer()
         self._pool = ThreadPoolExecutor(max_rpcs, thread_name_prefix=thread_name)
-        self._server = grpc.server(self._pool, options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_rpcs)
+        self._server = grpc.server(
+            self._pool,
+            interceptors=security.interceptors,
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=max_rpcs,
+        )
         self._server.add_generic_rpc_handlers(tuple(services.values()))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -48,7 +55,7 @@ class RpcServer:
     def start(self, port: int = 0) -> str:
         """Binds and serves; port 0 takes a free one. Returns "host:port". Raises StoreUnavailable if it cannot bind."""
         try:
-            bound = self._server.add_insecure_port(f"{self._host}:{port}")
+            bound = self._security.add_port(self._server, port)
         except RuntimeError as error:
             raise StoreUnavailable(f"cannot listen on {self._host}:{port}: {error}; choose another --port") from error
         self._server.start()

@@ -1,8 +1,8 @@
 """The connection to one shard: calls that return bytes, repeated until they succeed, are refused, or time runs out.
 
 Every call may be repeated, because shards apply each step once and answer a repeat as they answered the first. What is
-repeated, and for how long, is in tries.py. What a connection needs to be let in belongs into `open_channel` and
-`open_aio_channel`, what a call needs into `call` and `send`: every client of ours goes through these.
+repeated, and for how long, is in tries.py. What connections and calls need to be let in is in channel_access.py; a call
+that is refused for its token is repeated if the token's file has another one by now.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from contextlib import contextmanager, suppress
 
 import grpc
 
-from embedding_server.errors import FrostlineError, InvalidInput, StoreUnavailable
+from embedding_server.errors import FrostlineError, InvalidInput, StoreUnavailable, Unauthenticated
 from services import rpc_errors, tensor_codec
+from services.channel_access import ChannelAccess, Metadata
+from services.security_options import Credentials
 from services.tries import CallTimes, Target, Tries
 
 #: hints under way to a shard; more are dropped, since the shard is behind with them
@@ -36,16 +38,6 @@ CHANNEL_OPTIONS = (
 )
 
 
-def open_channel(address: str) -> grpc.Channel:
-    """The one place where a connection of a client is made, but for asyncio's."""
-    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-
-
-def open_aio_channel(address: str) -> grpc.aio.Channel:
-    """The same within the running event loop."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-
-
 def check_address(address: str, what: str) -> None:
     if ":" not in address:
         raise InvalidInput(f"address {address!r} of {what} has no port; write host:port")
@@ -60,12 +52,14 @@ class PendingCall:
         self._request = request
         self._channel: ShardChannel | None = None
         self._future: grpc.Future | None = None
+        self._metadata: Metadata | None = None
 
     def start(self) -> None:
         """Sends the first try and returns. Without it `result` sends it, and waits on this thread: one switch less."""
         channel, timeout_s = self._begin()
         with self._closed_as_unavailable(channel):
-            self._future = channel.send(self._method, self._request, timeout_s)
+            self._metadata = channel.access.metadata()
+            self._future = channel.send(self._method, self._request, timeout_s, self._metadata)
 
     def result(self) -> bytes:
         """The reply. Raises the shard's error, or StoreUnavailable."""
@@ -77,9 +71,12 @@ class PendingCall:
                     if future is not None:
                         reply = future.result()
                     else:
-                        reply = channel.call(self._method, self._request, timeout_s)
+                        self._metadata = channel.access.metadata()
+                        reply = channel.call(self._method, self._request, timeout_s, self._metadata)
             except grpc.RpcError as error:
                 failure = rpc_errors.from_rpc_error(error, channel.name)
+                if isinstance(failure, Unauthenticated):
+                    failure.is_over = channel.access.has_other_token(self._metadata)
                 time.sleep(self._tries.failed(error.code(), failure, time.monotonic()))
             else:
                 self._tries.succeeded()
@@ -113,14 +110,18 @@ class PendingCall:
 class ShardChannel(Target):
     """One shard's address and connection. Thread safety: every method may be called from any thread."""
 
-    def __init__(self, index: int, address: str, times: CallTimes) -> None:
+    def __init__(self, index: int, address: str, times: CallTimes, credentials: Credentials | None = None) -> None:
+        """InvalidInput if a file cannot be used, or the token would leave this machine in the clear."""
         super().__init__(f"shard {index} ({address})")
         check_address(address, f"shard {index}")
         self.index = index
         self.address = address
         self.times = times
-        self._channel = open_channel(address)
+        self.access = ChannelAccess(credentials or Credentials(), address)
+        self._channel = self.access.open(CHANNEL_OPTIONS)
+        self._former: list[grpc.Channel] = []
         self._stubs: dict[str, grpc.UnaryUnaryMultiCallable] = {}
+        self._renew_lock = threading.Lock()  # guards _channel, _former and _stubs in `connection_lost`
         self._hints_lock = threading.Lock()  # guards _num_hints
         self._num_hints = 0
 
@@ -128,19 +129,31 @@ class ShardChannel(Target):
         """Of one call that only this shard can answer."""
         return Tries(method, (self,), self.times, time.monotonic())
 
-    def call(self, method: str, request: bytes, timeout_s: float) -> bytes:
+    def call(self, method: str, request: bytes, timeout_s: float, metadata: Metadata | None) -> bytes:
         """One try, on this thread; `method` is "Service/Method" in frostline.v1. Raises grpc.RpcError."""
-        return self._stub(method)(request, timeout=timeout_s)
+        return self._stub(method)(request, timeout=timeout_s, metadata=metadata)
 
-    def send(self, method: str, request: bytes, timeout_s: float) -> grpc.Future:
+    def send(self, method: str, request: bytes, timeout_s: float, metadata: Metadata | None) -> grpc.Future:
         """As call, beside this thread."""
-        return self._stub(method).future(request, timeout=timeout_s)
+        return self._stub(method).future(request, timeout=timeout_s, metadata=metadata)
 
     def _stub(self, method: str) -> grpc.UnaryUnaryMultiCallable:
-        stub = self._stubs.get(method)
+        stubs = self._stubs  # before the channel, which `connection_lost` sets first: no old stub among the new ones
+        stub = stubs.get(method)
         if stub is None:
-            stub = self._stubs[method] = self._channel.unary_unary(f"/frostline.v1.{method}")
+            stub = stubs[method] = self._channel.unary_unary(f"/frostline.v1.{method}")
         return stub
+
+    def connection_lost(self) -> None:
+        """A channel with the certificates as they are by now, if they have changed.
+
+        Calls of other threads on the former one end as they may; it is closed with this object.
+        """
+        with self._renew_lock:
+            if self.access.is_outdated():
+                self._former.append(self._channel)
+                self._channel = self.access.open(CHANNEL_OPTIONS)
+                self._stubs = {}
 
     def hint(self, method: str, request: bytes) -> None:
         """Sends a call whose outcome nobody needs. Returns at once; it is not repeated, and its failure is no error."""
@@ -149,7 +162,7 @@ class ShardChannel(Target):
                 return
             self._num_hints += 1
         try:
-            call = self.send(method, request, self.times.try_s)
+            call = self.send(method, request, self.times.try_s, self.access.metadata())
         except ValueError:  # the channel is closed
             self._hint_ended()
         else:
@@ -161,7 +174,8 @@ class ShardChannel(Target):
 
     def close(self) -> None:
         """Ends running calls with StoreUnavailable."""
-        self._channel.close()
+        for channel in (self._channel, *self._former):
+            channel.close()
 
 
 def call_each(method: str, requests: Sequence[tuple[ShardChannel, bytes]]) -> Iterator[tuple[int, bytes]]:

@@ -57,6 +57,7 @@ from services.advance_messages import (
 from services.allocator import set_allocator
 from services.batch_checks import check_gradients, check_ids
 from services.parts import Piece, split
+from services.security_options import Credentials
 from services.shard_channel import CallTimes, ShardChannel, call_all, call_each
 
 #: attempts to find an epoch above that of a competing worker group
@@ -76,9 +77,14 @@ class RemoteStore(EmbeddingStore):
     """
 
     def __init__(
-        self, addresses: Sequence[str], *, wire_dtype: WireDtype = "float32", times: CallTimes | None = None
+        self,
+        addresses: Sequence[str],
+        *,
+        wire_dtype: WireDtype = "float32",
+        times: CallTimes | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
-        """Connects. Raises StoreUnavailable if a shard cannot be reached, InvalidInput if they do not fit together.
+        """Connects. StoreUnavailable if a shard cannot be reached, InvalidInput if they do not fit together.
 
         Sets glibc's allocator for this process (allocator.py): large messages cost three times as much without.
         """
@@ -92,7 +98,8 @@ class RemoteStore(EmbeddingStore):
         self._lock = threading.Lock()
         self._wire = WireStats()
         self._specs: dict[str, TableSpec] = {}
-        self._channels = [ShardChannel(i, address, times or CallTimes()) for i, address in enumerate(addresses)]
+        times = times or CallTimes()
+        self._channels = [ShardChannel(i, address, times, credentials) for i, address in enumerate(addresses)]
         try:
             described = self._describe()
             self.shard_of_bucket = _shard_of_bucket(self._channels, described)

@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from embedding_server.failpoints import set_from_environment
 from services.admission import Limits
 from services.allocator import set_allocator
 from services.local_shards import LocalShards, start_shards
+from services.security_options import SecurityOptions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,6 +58,7 @@ class ShardOptions:
         None  # clients may have cuts written and read in it; None: anywhere, if host is loopback
     )
     scores: tuple[str, ...] = ()  # modules to import first: they call embedding_server.scores.register_score
+    security: SecurityOptions = field(default_factory=SecurityOptions)
     drain_s: float = 5.0
     is_bound_to_stdin: bool = False  # end when standard input closes: the process that started us has gone
 
@@ -67,14 +69,18 @@ def run_shard(options: ShardOptions) -> int:
     stopping = prepare_process(f"shard {options.shard_index}", options.threads, options.is_bound_to_stdin)
     # After the settings above: these imports load numba and, on a GPU, torch.
     from embedding_server.errors import FrostlineError
+    from services.security import ServerSecurity
     from services.shard_server import ShardServer
     from services.warm_up import warm_up
 
     try:
+        security = ServerSecurity(options.security, options.host)  # before a minute of warming up
         _import_scores(options.scores)
         warm_up(options.backend)
         root = options.snapshot_root
-        server = ShardServer(_open_shard(options), options.limits, host=options.host, snapshot_root=root)
+        server = ShardServer(
+            _open_shard(options), options.limits, host=options.host, snapshot_root=root, security=security
+        )
         address = server.start(options.port)
     except FrostlineError as error:
         log.error("%s", error)
@@ -82,6 +88,7 @@ def run_shard(options: ShardOptions) -> int:
     except OSError as error:  # a folder that cannot be made or written, a port that is taken
         log.error("%s; check --data-dir, --host and --port", error)
         return 1
+    log.info("callers: %s", security)
     _announce(options, address)
     stopping.wait()
     log.info("stopping: draining for at most %.0f s", options.drain_s)
@@ -206,9 +213,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", default=defaults.backend)
     parser.add_argument("--threads", type=int, default=defaults.threads)
     parser.add_argument("--scores", action="append", default=[])
+    for name in ("tls_cert", "tls_key", "tls_client_ca", "token_file"):
+        parser.add_argument("--" + name.replace("_", "-"), type=Path)
+    parser.add_argument("--insecure", action="store_true")
     parser.add_argument("--bound-to-stdin", dest="is_bound_to_stdin", action="store_true")
     options = vars(parser.parse_args(arguments))
-    return run_shard(ShardOptions(**{**options, "scores": tuple(options["scores"])}))
+    files = {field.name: options.pop(field.name) for field in fields(SecurityOptions)}
+    try:
+        security = SecurityOptions(**files)
+    except ValueError as error:
+        parser.error(str(error))
+    return run_shard(ShardOptions(**{**options, "scores": tuple(options["scores"]), "security": security}))
 
 
 if __name__ == "__main__":

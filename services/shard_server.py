@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ from services import rpc_errors, shard_calls, tensor_codec
 from services.admission import Admission, Limits
 from services.lookup_service import LookupServicer
 from services.rpc_calls import answered, result_in_time, result_or_cancel
+from services.security import ServerSecurity
+from services.security_options import SecurityOptions
 from services.shard_executor import NOT_NOW, ShardExecutor
 from services.snapshot_paths import SnapshotPaths
 
@@ -301,16 +303,34 @@ class ShardServer:
     """
 
     def __init__(
-        self, shard: Shard, limits: Limits | None = None, *, host: str = "127.0.0.1", snapshot_root: Path | None = None
+        self,
+        shard: Shard,
+        limits: Limits | None = None,
+        *,
+        host: str = "127.0.0.1",
+        snapshot_root: Path | None = None,
+        security: ServerSecurity | None = None,
+        interceptors: Sequence[grpc.ServerInterceptor] = (),
     ) -> None:
-        """host: the address to bind. snapshot_root: where clients may have snapshots lie; see snapshot_paths.py."""
+        """host: the address to bind. snapshot_root: where clients may have snapshots lie; see snapshot_paths.py.
+
+        security: who may call, made for `host`; None: anybody on this machine, InvalidInput if host is not loopback.
+        interceptors: they see the calls that security lets pass.
+        """
         limits = limits or Limits()
+        self._security = security or ServerSecurity(SecurityOptions(), host)
+        assert self._security.host == host, f"security for {self._security.host}, and the server binds {host}"
         max_rpcs = limits.max_calls + SPARE_THREADS
         self._host = host
         self._state = ServerState(shard, limits, SnapshotPaths(snapshot_root, host))
         self._health = health.HealthServicer()
         self._pool = ThreadPoolExecutor(max_rpcs, thread_name_prefix="shard-rpc")
-        self._server = grpc.server(self._pool, options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_rpcs)
+        self._server = grpc.server(
+            self._pool,
+            interceptors=(*self._security.interceptors, *interceptors),  # strangers take no place among calls
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=max_rpcs,
+        )
         state = self._state
         lookups = LookupServicer(state.run_lookup, lambda: state.dims, state.admission)
         self._server.add_generic_rpc_handlers(
@@ -329,7 +349,7 @@ class ShardServer:
         """Binds and serves; port 0 takes a free one. Returns "host:port". Raises StoreUnavailable if it cannot bind."""
         host = self._host
         try:
-            bound = self._server.add_insecure_port(f"{host}:{port}")
+            bound = self._security.add_port(self._server, port)
         except RuntimeError as error:
             raise StoreUnavailable(f"cannot listen on {host}:{port}: {error}; choose another --port") from error
         self._server.start()

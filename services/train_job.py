@@ -25,6 +25,7 @@ from services.local_shards import LocalShards, start_shards
 from services.ray_group import RayGroup, ray_group
 from services.recovery import ForeignShards, JobFailed, OwnShards, Recovery
 from services.run_folder import RunFolder
+from services.security_options import Credentials
 from trainer.job import Job, resolved_json
 from trainer.report import ArmSummary, Progress
 from trainer.snapshot_search import find_snapshot, wait_for_end_of_training
@@ -152,7 +153,7 @@ def run_arm(
     assert ray is not None
     if servers.launch == "external":
         say(f"{arm}: trains with {_workers_text(arm_job)} and the shards at {', '.join(servers.addresses)}")
-        foreign = ForeignShards(servers.addresses)
+        foreign = ForeignShards(servers.addresses, Credentials.of_job(servers))
         return Recovery(arm_job, arm, folder / arm, foreign, ray, show, say, resume_from).run()
     shards_text = "1 new shard" if servers.num_shards == 1 else f"{servers.num_shards} new shards"
     say(f"{arm}: trains with {_workers_text(arm_job)} and {shards_text}")

@@ -20,7 +20,7 @@ from typing import Generic, NoReturn, TypeVar
 
 import grpc
 
-from embedding_server.errors import FrostlineError, Overloaded, StoreUnavailable
+from embedding_server.errors import FrostlineError, Overloaded, StoreUnavailable, Unauthenticated
 
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0
@@ -61,8 +61,8 @@ class Target:
         """A call found it unreachable: what a connection is made with may be taken anew."""
 
     def is_refusal_over(self, failure: FrostlineError) -> bool:
-        """Whether a call that was refused for good may pass now, with other credentials say."""
-        return False
+        """Whether a call that was refused for its token may pass now, with another one."""
+        return isinstance(failure, Unauthenticated) and failure.is_over
 
 
 T = TypeVar("T", bound=Target)

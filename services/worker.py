@@ -66,6 +66,7 @@ def run_as_worker(
 ) -> dict[str, Any]:
     set_allocator()
     set_from_environment(os.environ)
+    from services.security_options import Credentials
     from services.shard_channel import CallTimes
     from services.shard_client import RemoteStore
     from trainer.group import Group
@@ -76,7 +77,8 @@ def run_as_worker(
     set_threads(job.trainer.threads, local_size)
     deadline_s = job.servers.deadline_s
     times = CallTimes(deadline_s, deadline_s * TRY_SHARE, deadline_s * RECONNECT_SHARE)
-    store = RemoteStore(config["addresses"], wire_dtype=job.embedding.wire_dtype, times=times)
+    credentials = Credentials.of_job(job.servers)
+    store = RemoteStore(config["addresses"], wire_dtype=job.embedding.wire_dtype, times=times, credentials=credentials)
     resume_from = Path(config["resume_from"]) if config.get("resume_from") else None
     group, folder = Group(rank, size), Path(config["folder"])
     above = config.get("epoch_above", 0)

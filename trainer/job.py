@@ -21,6 +21,7 @@ from pydantic import ByteSize, Field, ValidationError, field_validator, model_va
 from embedding_server.errors import InvalidInput
 from embedding_server.spec import TableSpec
 from embedding_server.store import MAX_SEQUENCE
+from trainer.access_spec import AccessSection
 from trainer.data.spec import AbsolutePath, DataSection
 from trainer.lr_schedule import LearningRate
 from trainer.model_spec import ModelSection
@@ -79,7 +80,7 @@ class TrainerSection(Section):
     output_dir: AbsolutePath = Field(Path("runs"), description="folder of runs; results go to its subfolder <name>")
 
 
-class ServersSection(Section):
+class ServersSection(AccessSection):
     store: Literal["inproc", "remote"] = Field(
         "remote", description="remote: shards are servers behind gRPC; inproc: shards live in the trainer process"
     )
@@ -118,6 +119,11 @@ class ServersSection(Section):
             raise ValueError(
                 f"`addresses` is given with store={self.store!r}, launch={self.launch!r}, which start shards; "
                 "set store='remote' and launch='external', or remove the addresses"
+            )
+        if self.access_keys() and not is_external:
+            raise ValueError(
+                f"{', '.join(self.access_keys())} given with store={self.store!r}, launch={self.launch!r}, whose "
+                "shards take calls of this machine alone; set store='remote' and launch='external', or remove them"
             )
         return self
 

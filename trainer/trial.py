@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from embedding_server.inproc import InprocStore
+from trainer.access_spec import AccessSection
 from trainer.data.batch import Batch
 from trainer.group import Group
 from trainer.job import Job, make_job
@@ -70,7 +71,13 @@ def in_process(job: Job, **trainer: Any) -> Job:
     num_shards = len(job.servers.addresses) or job.servers.num_shards
     over: dict[str, Any] = {
         "trainer": {"workers": 1, **trainer},
-        "servers": {"store": "inproc", "launch": "local", "addresses": [], "num_shards": num_shards},
+        "servers": {
+            "store": "inproc",
+            "launch": "local",
+            "addresses": [],
+            "num_shards": num_shards,
+            **AccessSection().model_dump(),
+        },
         "snapshots": None,  # it is tried, not kept
     }
     return make_job(overlay(job.model_dump(mode="json", exclude_unset=True), over, "trial"))

@@ -9,73 +9,25 @@ import random
 import signal
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from embedding_server.errors import FencedEpoch, FrostlineError, StoreUnavailable
+from embedding_server.errors import FencedEpoch
 from embedding_server.store import Identity
 from services import external_shards
 from services.local_shards import LocalShards, start_shards
-from services.ray_group import Attempt, RayGroup, WorkersFailed
 from services.recovery import ForeignShards, OwnShards, Recovery
 from services.shard_client import RemoteStore
-from services.worker import WorkerFailed, run_as_worker
 from tests.chaos.exact_job import STEPS, assert_cut_is_exact, exact_job
 from tests.chaos.seeds import seeds
+from tests.services.thread_group import ThreadGroup
 from trainer.failures import read_failures
-from trainer.job import Job, resolved_json
-from trainer.report import ArmSummary, Progress
+from trainer.report import Progress
 from trainer.snapshot_search import find_snapshot
 
 KILLS = 2
 pytestmark = pytest.mark.timeout(600)
-
-
-class ThreadGroup(RayGroup):
-    """With one worker, a thread: it cannot be killed, and ends when it gives up on the shard."""
-
-    def __init__(self) -> None:
-        super().__init__(workers=1, storage=Path(), board=None)
-
-    def run(
-        self,
-        job: Job,
-        arm: str,
-        attempt: Attempt,
-        folder: Path,
-        show: Callable[[Progress], None],
-        check: Callable[[], None],
-    ) -> ArmSummary:
-        config = {
-            "job": resolved_json(job),
-            "arm": arm,
-            "addresses": attempt.addresses,
-            "folder": str(folder),
-            "resume_from": str(attempt.resume_from) if attempt.resume_from else None,
-            "epoch_above": attempt.epoch_above,
-        }
-        outcome: list[Any] = []
-
-        def work() -> None:
-            try:
-                outcome.append(ArmSummary(**run_as_worker(config, 0, 1, 1, show)))
-            except FrostlineError as error:
-                cause = WorkerFailed(f"{type(error).__name__}: {error}")
-                outcome.append(WorkersFailed(f"worker 0 failed: {cause}", {0: cause}))
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        while thread.is_alive():
-            thread.join(0.1)
-            with suppress(StoreUnavailable):  # the worker finds out by itself
-                check()
-        if isinstance(outcome[0], WorkersFailed):
-            raise outcome[0]
-        return outcome[0]
 
 
 class Killer:

@@ -14,10 +14,12 @@ from embedding_server.errors import (
     InvalidInput,
     NotReady,
     Overloaded,
+    PermissionDenied,
     SegmentCorrupt,
     StepGap,
     StoreUnavailable,
     TableConflict,
+    Unauthenticated,
     UnknownTable,
     WrongShard,
 )
@@ -52,6 +54,8 @@ CASES = [
     (Overloaded("m", 250), grpc.StatusCode.RESOURCE_EXHAUSTED, {"retry_after_ms": 250}),
     (SegmentCorrupt("m", "/data/seg-ä"), grpc.StatusCode.DATA_LOSS, {"path": "/data/seg-ä"}),
     (StoreUnavailable("m"), grpc.StatusCode.UNAVAILABLE, {}),
+    (Unauthenticated("m"), grpc.StatusCode.UNAUTHENTICATED, {}),
+    (PermissionDenied("m"), grpc.StatusCode.PERMISSION_DENIED, {}),
 ]
 
 

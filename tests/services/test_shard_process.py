@@ -15,13 +15,17 @@ import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from typer.testing import CliRunner
 
-from embedding_server.errors import InvalidInput, StoreUnavailable
+from embedding_server.errors import InvalidInput, StoreUnavailable, Unauthenticated
 from embedding_server.spec import TableSpec
 from embedding_server.store import NUM_BUCKETS, Identity
-from services import local_shards
+from services import cli, local_shards, shard_process
+from services.external_shards import silent_shards
 from services.shard_client import RemoteStore
-from services.shard_process import LocalShards, owned_buckets, parse_buckets, start_shards
+from services.shard_process import LocalShards, ShardOptions, owned_buckets, parse_buckets, start_shards
+from tests.services.authority import Files, lines_of_key, new_token, write_secret
+from tests.services.secure_shards import secure_shards
 
 
 def is_running(pid: int) -> bool:
@@ -237,3 +241,64 @@ def test_a_root_of_snapshots_is_a_folder_and_bounds_what_clients_name(tmp_path: 
         assert store.cut_progress(who)[0].error is None
         store.close()
     assert (root / "job" / "cut-000000000001-1").is_dir()
+
+
+def test_a_shard_that_others_reach_does_not_start_without_tls_and_tokens(files: Files) -> None:
+    command = [sys.executable, "-m", "services.shard_process", "--memory-limit-bytes", str(1 << 26)]
+    for host, options in (("0.0.0.0", []), ("::", ["--token-file", str(files.token_file)])):
+        done = subprocess.run(
+            [*command, "--host", host, *options],
+            env=local_shards._environment(), capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (1, "")
+        assert f"--host {host} can be reached from other machines, and this server would have no TLS" in done.stderr
+        assert "--insecure" in done.stderr and "Traceback" not in done.stderr
+    done = subprocess.run(
+        [*command, "--tls-cert", str(files.cert)],
+        env=local_shards._environment(), capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, "tls_cert without tls_key" in done.stderr) == (2, True)
+
+
+def test_a_process_with_tls_and_tokens_shows_no_secret(files: Files, tmp_path: Path) -> None:
+    cert, key = files.authority.issue("trainer").write(files.folder, "client")
+    credentials = files.client("admin", tls_cert=cert, tls_key=key)
+    with secure_shards(files, 1, tmp_path / "logs") as shards:
+        (address,), (process,) = shards.addresses, shards.processes
+        store = RemoteStore([address], credentials=credentials)
+        assert store.table_specs() == {}
+        store.close()
+        wrong = write_secret(files.folder / "wrong", new_token())
+        with pytest.raises(Unauthenticated):
+            RemoteStore([address], credentials=files.client(tls_cert=cert, tls_key=key, token_file=wrong))
+        files.tokens["serve"] = new_token()
+        files.write_tokens()
+        reader = files.client("serve", tls_cert=cert, tls_key=key)
+        deadline_s = time.monotonic() + 20.0
+        while isinstance(silent_shards([address], credentials=reader).get(0), Unauthenticated):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+        shown = [Path(f"/proc/{process.pid}/{name}").read_text() for name in ("cmdline", "environ")]
+    log = shards.logs[0].read_text()
+    assert f"callers: TLS with {files.cert}, client certificates of {files.ca}; tokens of {files.token_file}" in log
+    assert "(1 train, 1 serve, 1 admin)" in log and "the token file changed and was read again" in log
+    assert "calls refused since the last such line: 1 wrong_token" in log
+    assert str(files.token_file) in shown[0]
+    for secret in (*files.secrets(), wrong.read_text(), *lines_of_key(key.read_bytes())):
+        assert not any(secret in text for text in (log, *shown))
+
+
+def test_frostline_shard_takes_its_files_from_the_environment_too(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[ShardOptions] = []
+    monkeypatch.setattr(shard_process, "run_shard", lambda options: seen.append(options) or 0)
+    monkeypatch.setenv("FROSTLINE_SERVER_TOKEN_FILE", str(files.token_file))
+    monkeypatch.setenv("FROSTLINE_SERVER_TLS_KEY", "/not/this")
+    options = ["--tls-cert", str(files.cert), "--tls-key", str(files.key), "--insecure"]
+    result = CliRunner().invoke(cli.app, ["shard", *options])
+    assert result.exit_code == 0, result.output
+    assert seen[0].security == files.options(insecure=True)
+    result = CliRunner().invoke(cli.app, ["shard", "--tls-client-ca", str(files.ca)])
+    assert (result.exit_code, len(seen)) == (2, 1)
+    assert "tls_key without tls_cert" in result.stderr

@@ -89,6 +89,12 @@ BAD_SETTINGS = {
     "addresses without external": ("servers.addresses=[a:1]", ["addresses", "launch='external'"]),
     "address without port": ("servers={launch: external, addresses: [shard0]}", ["addresses[0]='shard0'", "host:port"]),
     "address twice": ("servers={launch: external, addresses: ['a:1', 'a:1']}", ["addresses[1]='a:1'", "twice"]),
+    "tokens of shards that are started": ("servers.token_file=token", ["token_file given with", "launch='external'"]),
+    "a certificate without its key": (
+        "servers={launch: external, addresses: ['a:1'], tls_cert: c.pem}",
+        ["servers: tls_cert and tls_key go together"],
+    ),
+    "a token in the job": ("servers.token=abc", ["did you mean 'token_file'?"]),
     "logit": ("model.over_layers=[64, 2]", ["model.over_layers", "must be 1"]),
     "options of a built-in model": ("model.options={a: 1}", ["model.options", "module:factory"]),
     "name with a path": ("name=../x", ["name='../x'"]),
