@@ -81,9 +81,7 @@ def _row_id(text: str) -> int:
     return row_id
 
 
-def _look_up(
-    table: str, ids: list[int], addresses: list[str], encoding: Any, credentials: Credentials
-) -> LookedUp:
+def _look_up(table: str, ids: list[int], addresses: list[str], encoding: Any, credentials: Credentials) -> LookedUp:
     import numpy as np
 
     from services.lookup_client import LookupClient

@@ -14,8 +14,10 @@ from embedding_server.lookup import Version
 from frostline.v1 import embedding_pb2 as pb
 from frostline.v1 import embedding_pb2_grpc
 from services import rpc_errors
+from services.channel_access import ChannelAccess
 from services.lookup_codec import version_of
-from services.shard_channel import CHANNEL_OPTIONS
+from services.security_options import Credentials
+from services.shard_channel import CHANNEL_OPTIONS, check_address
 
 DEADLINE_S = 10.0
 M = TypeVar("M")
@@ -30,8 +32,10 @@ class Predictions:
 class ModelClient:
     """Thread safety: any thread. Raises what the server raised, or StoreUnavailable; nothing is repeated."""
 
-    def __init__(self, address: str, deadline_s: float = DEADLINE_S) -> None:
-        self._channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
+    def __init__(self, address: str, deadline_s: float = DEADLINE_S, *, credentials: Credentials | None = None) -> None:
+        check_address(address, "the server")
+        self._access = ChannelAccess(credentials or Credentials(), address)
+        self._channel = self._access.open(CHANNEL_OPTIONS)
         self._stub = embedding_pb2_grpc.ModelServingStub(self._channel)
         self._address, self._deadline_s = address, deadline_s
 
@@ -61,6 +65,6 @@ class ModelClient:
 
     def _call(self, method: Callable[..., M], request: Message) -> M:
         try:
-            return method(request, timeout=self._deadline_s)
+            return method(request, timeout=self._deadline_s, metadata=self._access.metadata())
         except grpc.RpcError as error:
             raise rpc_errors.from_rpc_error(error, f"the server at {self._address}") from error

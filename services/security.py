@@ -66,6 +66,9 @@ ROLES_BY_METHOD: Mapping[str, frozenset[Role]] = MappingProxyType(
         "/frostline.v1.EmbeddingLookup/Lookup": _READ,
         "/frostline.v1.EmbeddingLookup/ListTables": _READ,
         "/frostline.v1.EmbeddingLookup/GetTable": _READ,
+        "/frostline.v1.ModelServing/Predict": _READ,
+        "/frostline.v1.ModelServing/DescribeModel": _READ,
+        "/frostline.v1.ModelServing/ChooseVersion": _ADMIN,
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _READ,
         "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": _READ,
     }

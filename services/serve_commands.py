@@ -13,7 +13,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from services.command_options import JsonOption, SettingsOption, errors_to_exit_status, quiet_torch, wide_console
+from services.command_options import (
+    ClientCertOption,
+    ClientKeyOption,
+    InsecureClientOption,
+    InsecureServerOption,
+    JsonOption,
+    SettingsOption,
+    TlsCaOption,
+    TlsCertOption,
+    TlsClientCaOption,
+    TlsKeyOption,
+    TlsOption,
+    TlsServerNameOption,
+    TokenOption,
+    TokensOption,
+    errors_to_exit_status,
+    quiet_torch,
+    wide_console,
+)
 
 if TYPE_CHECKING:
     from embedding_server.served_snapshot import ServedSnapshot
@@ -43,7 +61,7 @@ def serve(
     ],
     follow: Annotated[bool, typer.Option("--follow", help="Takes up each new snapshot of the job.")] = False,
     host: Annotated[
-        str, typer.Option(help="Address to bind. There is no encryption: keep it to trusted networks.")
+        str, typer.Option(help="Address to bind. Beyond this machine it takes TLS and tokens, or --insecure.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 0,
     rows_only: Annotated[
@@ -54,6 +72,11 @@ def serve(
     poll_s: Annotated[
         float, typer.Option(min=0.01, help="With --follow: seconds between looks for a new snapshot.")
     ] = 0.5,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+    tls_client_ca: TlsClientCaOption = None,
+    token_file: TokensOption = None,
+    insecure: InsecureServerOption = False,
 ) -> None:
     """Serves the rows of a snapshot, and Predict with its model, read-only, until SIGTERM. Prints one JSON line with
     its address when it serves.
@@ -61,6 +84,7 @@ def serve(
     The files are mapped, so several processes on one machine share their pages; each has an index of its own, some 7
     bytes a row.
     """
+    from services.security_options import SecurityOptions
     from services.serve_process import ServeOptions, run_serve
 
     with errors_to_exit_status(Console(stderr=True)):
@@ -74,6 +98,7 @@ def serve(
             factories=tuple(factory or ()),
             threads=threads,
             poll_s=poll_s,
+            security=SecurityOptions(tls_cert, tls_key, tls_client_ca, token_file, insecure),
         )
         status = run_serve(options)
     raise typer.Exit(status)
@@ -85,14 +110,23 @@ def served(
         str | None,
         typer.Option(metavar="ID", help="Goes to this snapshot and stays there; or `previous`, or `newest`."),
     ] = None,
+    tls: TlsOption = False,
+    tls_ca: TlsCaOption = None,
+    tls_cert: ClientCertOption = None,
+    tls_key: ClientKeyOption = None,
+    tls_server_name: TlsServerNameOption = None,
+    token_file: TokenOption = None,
+    insecure: InsecureClientOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Shows which snapshot a server serves and how far it is behind, or has it serve another."""
     console = wide_console(stderr=as_json)
     with errors_to_exit_status(console):
         from services.model_client import ModelClient
+        from services.security_options import Credentials
 
-        client = ModelClient(address, deadline_s=600.0 if choose is not None else 10.0)
+        credentials = Credentials(tls, tls_ca, tls_cert, tls_key, tls_server_name, token_file, insecure)
+        client = ModelClient(address, 600.0 if choose is not None else 10.0, credentials=credentials)
         try:
             if choose is not None:
                 client.choose("" if choose == "newest" else choose)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from services.admission import Limits
 from services.allocator import set_allocator
+from services.security_options import SecurityOptions
 
 if TYPE_CHECKING:
     from embedding_server.served_versions import Versions
@@ -44,6 +45,7 @@ class ServeOptions:
     threads: int = 1  # of torch, for Predict
     poll_s: float = 0.5
     limits: Limits = field(default_factory=Limits)
+    security: SecurityOptions = field(default_factory=SecurityOptions)
     drain_s: float = 5.0
 
 
@@ -60,14 +62,16 @@ def run_serve(options: ServeOptions) -> int:
     # After the settings above: these imports load numba and, for Predict, torch.
     from embedding_server.errors import FrostlineError
     from embedding_server.kernels.kernel import warm_up
+    from services.security import ServerSecurity
     from services.snapshot_server import SnapshotServer
 
     try:
+        security = ServerSecurity(options.security, options.host)
         versions, follower = _open(options, stopping)
         if versions is None:
             return 0  # it was stopped before there was anything to serve
         warm_up(_LOOKUP_KERNELS if options.rows_only else None)
-        server = SnapshotServer(versions, follower, options.limits, host=options.host)
+        server = SnapshotServer(versions, follower, options.limits, security)
         address = server.start(options.port)
     except FrostlineError as error:
         log.error("%s", error)
@@ -75,6 +79,7 @@ def run_serve(options: ServeOptions) -> int:
     except OSError as error:
         log.error("%s; check the snapshot's folder, --host and --port", error)
         return 1
+    log.info("callers: %s", security)
     _announce(versions, address)
     stopping.wait()
     log.info("stopping: draining for at most %.0f s", options.drain_s)

@@ -23,6 +23,8 @@ from services.admission import Admission, Limits
 from services.following import Follower
 from services.lookup_service import LookupServicer
 from services.model_service import ModelServicer
+from services.security import ServerSecurity
+from services.security_options import SecurityOptions
 from services.served_model import ServedModel
 from services.shard_server import LOOKUP_SERVICE, SERVER_OPTIONS, SPARE_THREADS, handlers_of
 
@@ -42,19 +44,27 @@ class SnapshotServer:
         versions: Versions[ServedModel],
         follower: Follower | None = None,
         limits: Limits | None = None,
-        *,
-        host: str = "127.0.0.1",
+        security: ServerSecurity | None = None,
     ) -> None:
+        """security: who may call, and the host to bind; None: anybody on this machine."""
         limits = limits or Limits()
-        self._versions, self._follower, self._host = versions, follower, host
+        self._versions, self._follower = versions, follower
+        self._security = security or ServerSecurity(SecurityOptions(), "127.0.0.1")
         self.admission = Admission(limits)
         max_rpcs = limits.max_calls + SPARE_THREADS
         self._health = health.HealthServicer()
         self._pool = ThreadPoolExecutor(max_rpcs, thread_name_prefix="serve-rpc")
-        self._server = grpc.server(self._pool, options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_rpcs)
+        self._server = grpc.server(
+            self._pool,
+            interceptors=self._security.interceptors,
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=max_rpcs,
+        )
         lookups = LookupServicer(self._run, self._dims, self.admission)
         model = ModelServicer(versions, self.admission, follower)
-        self._server.add_generic_rpc_handlers((handlers_of("EmbeddingLookup", lookups), handlers_of("ModelServing", model)))
+        self._server.add_generic_rpc_handlers(
+            (handlers_of("EmbeddingLookup", lookups), handlers_of("ModelServing", model))
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (LOOKUP_SERVICE, MODEL_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -86,16 +96,17 @@ class SnapshotServer:
 
     def start(self, port: int = 0) -> str:
         """Binds and serves; port 0 takes a free one. Returns "host:port". Raises StoreUnavailable if it cannot bind."""
+        host = self._security.host
         try:
-            bound = self._server.add_insecure_port(f"{self._host}:{port}")
+            bound = self._security.add_port(self._server, port)
         except RuntimeError as error:
-            raise StoreUnavailable(f"cannot listen on {self._host}:{port}: {error}; choose another --port") from error
+            raise StoreUnavailable(f"cannot listen on {host}:{port}: {error}; choose another --port") from error
         self._server.start()
         if self._follower is not None:
             self._follower.start()
             self._watch.start()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
-        return f"{self._host}:{bound}"
+        return f"{host}:{bound}"
 
     def stop(self, grace_s: float = 5.0) -> None:
         """Drains: health NOT_SERVING, no new calls; running ones finish within `grace_s`."""

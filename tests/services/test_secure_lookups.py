@@ -53,7 +53,10 @@ def test_both_clients_read_shards_and_a_gateway(shards: list[str], gateway: str,
                 return bool((await client.lookup(ids))["t"].found.any())
 
         assert not asyncio.run(look_up())
-        for wrong in (Credentials(tls_ca=files.ca), files.client(token_file=write_secret(files.ca.with_name("w"), new_token()))):
+        for wrong in (
+            Credentials(tls_ca=files.ca),
+            files.client(token_file=write_secret(files.ca.with_name("w"), new_token())),
+        ):
             with pytest.raises(Unauthenticated):
                 LookupClient(addresses, times=FAST, credentials=wrong)
 

@@ -15,15 +15,20 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from embedding_server.errors import InvalidInput, PermissionDenied, Unauthenticated
+from embedding_server.served_versions import Versions
 from embedding_server.shard import Shard
 from frostline.v1 import embedding_pb2 as pb
 from frostline.v1 import embedding_pb2_grpc as pb_grpc
 from services import security as security_module
+from services.model_client import ModelClient
 from services.security import ROLES_BY_METHOD, ServerSecurity
-from services.security_options import SecurityOptions
+from services.security_options import Credentials, SecurityOptions
+from services.served_model import ServedModel, ServeWhat
 from services.shard_client import RemoteStore
 from services.shard_server import ShardServer
+from services.snapshot_server import SnapshotServer
 from tests.services.authority import Files, Pair, lines_of_key, new_token, write_secret
+from tests.trainer.trained_snapshots import make_snapshot
 
 Serve = Callable[..., list[str]]
 TIMEOUT_S = 20.0
@@ -36,7 +41,7 @@ def expected_roles(method: str) -> set[str]:
     """What the design says, not what the table says."""
     if method.startswith("/frostline.v1.EmbeddingShard/") and not method.endswith("/DescribeTables"):
         return TRAINERS
-    return READERS
+    return {"admin"} if method.endswith("/ChooseVersion") else READERS
 
 
 @pytest.fixture
@@ -95,10 +100,34 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def test_every_rpc_needs_a_token_of_its_role(serve: Serve, files: Files, connect: Callable) -> None:
     (address,) = serve(security=ServerSecurity(files.options(), "127.0.0.1"))
-    channel = connect(address, files.authority.pem)
+    assert check_every_method(connect(address, files.authority.pem), files, SERVED) >= 19
+
+
+def test_every_rpc_of_a_server_of_snapshots_needs_a_token_of_its_role(
+    files: Files, connect: Callable, tmp_path: Path
+) -> None:
+    cut, _ = make_snapshot(tmp_path / "snapshots", deltas=False)
+    served = ServedModel(cut, ServeWhat(rows_only=True))
+    server = SnapshotServer(Versions(served), security=ServerSecurity(files.options(), "127.0.0.1"))
+    address = server.start()
+    try:
+        services = {"frostline.v1.ModelServing", "frostline.v1.EmbeddingLookup", "grpc.health.v1.Health"}
+        assert check_every_method(connect(address, files.authority.pem), files, services) >= 8
+        token = tmp_path / "serve"
+        write_secret(token, files.tokens["serve"] + "\n")
+        client = ModelClient(address, credentials=Credentials(tls_ca=files.ca, token_file=token))
+        assert client.describe().version.snapshot_id == cut.name
+        with pytest.raises(PermissionDenied, match="ChooseVersion"):
+            client.choose("")
+        client.close()
+    finally:
+        server.stop()
+
+
+def check_every_method(channel: grpc.Channel, files: Files, services: set[str]) -> int:
+    """How many there are; each is asked for without a token, with wrong ones, and with one of each role."""
     methods = methods_of(channel, files.tokens["serve"])
-    assert {method.split("/")[1] for method in methods} >= SERVED | {"grpc.reflection.v1alpha.ServerReflection"}
-    assert len(methods) >= 19
+    assert {method.split("/")[1] for method in methods} >= services | {"grpc.reflection.v1alpha.ServerReflection"}
     guarded = [method for method in methods if not method.startswith("/grpc.health.v1.Health/")]
     for method in guarded:
         assert method in ROLES_BY_METHOD, f"{method} is admin's alone: name its roles in ROLES_BY_METHOD"
@@ -113,6 +142,7 @@ def test_every_rpc_needs_a_token_of_its_role(serve: Serve, files: Files, connect
     for method in set(methods) - set(guarded):
         for token in (None, new_token(), *files.tokens.values()):
             assert status_of(channel, method, token) not in REFUSED, method
+    return len(methods)
 
 
 def test_health_alone_answers_to_everybody(serve: Serve, files: Files, connect: Callable) -> None:

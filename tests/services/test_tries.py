@@ -23,6 +23,7 @@ def tries_of(*names: str, waits_for_room: bool = True) -> tuple[Tries[Target], l
 def test_one_target_that_cannot_be_reached_is_tried_after_longer_and_longer_pauses() -> None:
     tries, (only,) = tries_of("a")
     now_s, pauses = 0.0, []
+
     def try_again() -> None:
         target, timeout_s = tries.begin(now_s)
         assert target is only
