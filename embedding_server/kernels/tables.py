@@ -4,6 +4,7 @@
 of them the request names. Request row i of table k is row starts[k] + i of the outputs; `addresses` int64[K] tells
 where the row_ids of each table lie. Each call does the tables of the request whose numbers
 `share` int64 holds, so that threads can share one: they meet in no table.
+numba's cache knows the time stamp of this file only: after a change to index_entries.py, touch this file too.
 """
 
 from __future__ import annotations
