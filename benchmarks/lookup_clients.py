@@ -91,7 +91,7 @@ class Rows:
     def look_up(self, ids: Ids) -> list[np.ndarray]:
         if len(ids) == 1:
             ((name, row_ids),) = ids.items()
-            return [self._decode(self._redis.mget(self.keys(name, row_ids)))]  # type: ignore[arg-type]
+            return [self._decode(self._redis.mget(self.keys(name, row_ids)))]
         pipeline = self._redis.pipeline(transaction=False)
         for name, row_ids in ids.items():
             pipeline.mget(self.keys(name, row_ids))

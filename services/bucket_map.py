@@ -91,8 +91,11 @@ class BucketMap:
 
 
 def make_map(answers: Mapping[str, bytes | FrostlineError]) -> BucketMap:
-    """answers: of each address a ListTablesResponse, or why there is none. InvalidInput if they do not fit together,
-    StoreUnavailable if the shards of some buckets did not answer, Unauthenticated or PermissionDenied if they refuse."""
+    """answers: of each address a ListTablesResponse, or why there is none.
+
+    InvalidInput if they do not fit together, StoreUnavailable if the shards of some buckets did not answer,
+    Unauthenticated or PermissionDenied if they refuse.
+    """
     silent = {address: answer for address, answer in answers.items() if isinstance(answer, FrostlineError)}
     replies = {
         address: pb.ListTablesResponse.FromString(answer)
