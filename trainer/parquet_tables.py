@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 
 from embedding_server.errors import InvalidInput
 from embedding_server.optimizers import num_state_columns
-from embedding_server.segment_file import PARTIAL_SUFFIX, sync_fd, sync_folder
+from embedding_server.segment_file import PARTIAL_SUFFIX, sync_fd
 from embedding_server.snapshot_rows import RowChunk, TableRows
 from embedding_server.spec import MAX_DIM
 from trainer.interchange import Chunk, metadata_of, refuse_too_many
-from trainer.tensor_file import open_input, refuse_existing
+from trainer.tensor_file import open_input, publish, refuse_existing
 
 GROUP_ROWS = 1 << 16  # of a row group that is written
 _BATCH_ROWS, _BATCH_BYTES = 1 << 14, 8 << 20
@@ -86,8 +86,7 @@ def _publish(partial: Path, out: Path) -> None:
         sync_fd(fd)
     finally:
         os.close(fd)
-    os.rename(partial, out)
-    sync_folder(out.parent)
+    publish(partial, out)
 
 
 class ParquetTable:

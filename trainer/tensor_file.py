@@ -66,6 +66,7 @@ class TensorFileWriter:
         self.size_bytes = len(header) + sum(tensor.size_bytes for tensor in tensors.values())
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd: int | None = os.open(self._partial, flags, 0o644)
+        self._is_finished = False
         try:
             # All room is taken now: a map of a file for which there is none ends the process.
             os.posix_fallocate(self._fd, 0, self.size_bytes)
@@ -100,12 +101,13 @@ class TensorFileWriter:
             assert self._at[name] == tensor.offset + tensor.size_bytes, f"{name} of {self.path} is not complete"
         sync_fd(self._fd)
         self._close()
-        os.rename(self._partial, self.path)
-        sync_folder(self.path.parent)
+        publish(self._partial, self.path)
+        self._is_finished = True
 
     def abandon(self) -> None:
         if self._fd is not None:
             self._close()
+        if not self._is_finished:
             with contextlib.suppress(OSError):
                 self._partial.unlink()
 
@@ -113,6 +115,19 @@ class TensorFileWriter:
         assert self._fd is not None
         fd, self._fd = self._fd, None
         os.close(fd)
+
+
+def publish(partial: Path, path: Path) -> None:
+    """Gives a whole file that is on disk its name. OSError: then it has neither its own nor `partial`, if the disk
+    still takes that."""
+    try:
+        os.rename(partial, path)
+        sync_folder(path.parent)
+    except OSError:
+        for left in (partial, path):
+            with contextlib.suppress(OSError):
+                left.unlink()
+        raise
 
 
 def refuse_existing(path: Path) -> None:
