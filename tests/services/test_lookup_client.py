@@ -387,9 +387,9 @@ def test_deadlines_by_default(connect: Callable, monkeypatch: pytest.MonkeyPatch
     asked: list[float] = []
     call = client._channels[client._router.addresses[0]].call
 
-    def noted(method: str, request: bytes, timeout_s: float) -> bytes:
+    def noted(method: str, request: bytes, timeout_s: float, metadata: Metadata | None) -> bytes:
         asked.append(timeout_s)
-        return call(method, request, timeout_s)
+        return call(method, request, timeout_s, metadata)
 
     monkeypatch.setattr(client._channels[client._router.addresses[0]], "call", noted)
     client.lookup({"user": IDS})
