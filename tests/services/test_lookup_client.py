@@ -17,6 +17,7 @@ from embedding_server.spec import PolicySpec, TableSpec
 from embedding_server.store import DEFAULT, FOUND
 from services import lookup_client, parts
 from services.admission import Limits
+from services.channel_access import Metadata
 from services.lookup_client import AsyncLookupClient, Bags, LookedUp, LookupClient
 from services.lookup_reads import STATES, ValueReads, queries_of
 from services.shard_client import RemoteStore
