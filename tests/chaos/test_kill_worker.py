@@ -83,6 +83,7 @@ def test_kill_9_of_a_worker_at_a_random_moment(seed: int, ray: RayGroup, tmp_pat
     assert failure["epoch"] > 1
 
 
+@pytest.mark.slow  # two minutes: `make chaos` and `make slow` run it
 def test_a_shard_and_then_a_worker_are_killed(ray: RayGroup, started: list[LocalShards], tmp_path: Path) -> None:
     job = exact_job(tmp_path, trainer={"workers": WORKERS, "max_failures": 2})
     shard = Killer(STEPS // 4, 0.1, lambda: started[0].processes[1].send_signal(signal.SIGKILL))
