@@ -11,16 +11,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
-import sys
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.admission import Limits
-from services.allocator import set_allocator
 from services.security_options import SecurityOptions
+from services.shard_process import prepare_process
 
 if TYPE_CHECKING:
     from embedding_server.served_versions import Versions
@@ -51,14 +49,7 @@ class ServeOptions:
 
 def run_serve(options: ServeOptions) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status. Main thread only, and first thing in the process."""
-    allocator = set_allocator()
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
-        os.environ[name] = str(options.threads)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s serve %(levelname)s %(message)s")
-    log.info(allocator.message)
-    stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())
+    stopping = prepare_process("serve", options.threads, is_bound_to_stdin=False)
     # After the settings above: these imports load numba and, for Predict, torch.
     from embedding_server.errors import FrostlineError
     from embedding_server.kernels.kernel import warm_up
